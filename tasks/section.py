@@ -1,0 +1,42 @@
+"""Sections of a recipe, and the line between identity and execution.
+
+Every field of a section is *identity* (it changes the bytes of the output, so it is part of the cache key) unless
+its type says ``Execution[...]`` (where and how it runs: never part of a key). The default is the safe side: a field
+that someone forgot to mark costs a recomputation, never a stale result.
+"""
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+
+class _ExecutionMark:
+    """Metadata that marks a field as execution; see ``Execution``."""
+
+    def __repr__(self) -> str:
+        return "Execution"
+
+
+EXECUTION = _ExecutionMark()
+
+# A TypeVar alias: pydantic hides the metadata of a PEP 695 alias behind a definition reference.
+T = TypeVar("T")
+Execution = Annotated[T, EXECUTION]
+
+
+class Section(BaseModel):
+    """One section of the recipe: frozen, and unknown keys are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+
+    def identity(self) -> dict[str, Any]:
+        """Fields that decide the bytes of the output, JSON-ready."""
+        return self._select(execution=False)
+
+    def execution(self) -> dict[str, Any]:
+        """Fields that decide where and how it runs, JSON-ready."""
+        return self._select(execution=True)
+
+    def _select(self, *, execution: bool) -> dict[str, Any]:
+        names = {n for n, f in type(self).model_fields.items() if (EXECUTION in f.metadata) == execution}
+        return self.model_dump(mode="json", include=names)
