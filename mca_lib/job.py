@@ -1,0 +1,103 @@
+"""One heavy piece of work in a process of its own: ``python -m mca_lib.job NAME SPEC.json RESULT.json``.
+
+The caller learns the outcome from RESULT.json, never by parsing output:
+
+    {"ok": true,  "result": {...}}
+    {"ok": false, "kind": "user" | "internal", "type": "DataError", "message": "...", "traceback": "..."}
+
+``kind`` is "user" for a :class:`mca_lib.errors.UserError`, whose message is all that a person needs. Progress goes as
+JSON lines to the file that ``MCAFLOW_PROGRESS`` names. Exit code: 0, 2 (user error), 1 (defect).
+"""
+
+import argparse
+import errno
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mca_lib.errors import ResourceError, UserError
+
+JOBS: dict[str, str] = {
+    "dataset": "mca_lib.data.prepare:dataset",
+    "convert": "mca_lib.converter.jobs:convert",
+    "export": "mca_lib.converter.jobs:export",
+    "digest": "mca_lib.checkpoint.digest:digest",
+    "evaluate": "mca_lib.evaluate:evaluate",
+}
+
+type Progress = Callable[..., None]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one job; see the module's docstring."""
+    parser = argparse.ArgumentParser(prog="python -m mca_lib.job", description=__doc__.splitlines()[0])
+    parser.add_argument("name", choices=sorted(JOBS))
+    parser.add_argument("spec", type=Path, help="JSON file with the job's parameters")
+    parser.add_argument("result", type=Path, help="JSON file to write the outcome to")
+    arguments = parser.parse_args(argv)
+    try:
+        spec = json.loads(arguments.spec.read_text(encoding="utf-8"))
+        outcome = {"ok": True, "result": _function(arguments.name)(spec, progress_writer())}
+        code = 0
+    except UserError as error:
+        outcome, code = _failure(error, kind="user"), 2
+    except OSError as error:
+        resource = disk_error(error)
+        outcome, code = (_failure(resource, kind="user"), 2) if resource else (_failure(error, kind="internal"), 1)
+    except Exception as error:
+        outcome, code = _failure(error, kind="internal"), 1
+    if code:
+        print(outcome.get("traceback") if code == 1 else outcome["message"], file=sys.stderr)
+    _write_atomically(arguments.result, outcome)
+    return code
+
+
+def progress_writer() -> Progress:
+    """``progress(done, total, **metrics)``, appending one JSON line to the file named by ``MCAFLOW_PROGRESS``."""
+    target = os.environ.get("MCAFLOW_PROGRESS")
+
+    def progress(done: int, total: int, **metrics: Any) -> None:
+        if target:
+            line = json.dumps({"done": done, "total": total, **metrics}) + "\n"
+            with open(target, "a", encoding="utf-8") as file:
+                file.write(line)
+
+    return progress
+
+
+def disk_error(error: OSError) -> ResourceError | None:
+    """The user's view of a disk that is full, over quota or read-only; None for any other error."""
+    reasons = {
+        errno.ENOSPC: "no space left on the disk",
+        errno.EDQUOT: "the disk quota is used up",
+        errno.EROFS: "the file system is read-only",
+    }
+    if error.errno not in reasons:
+        return None
+    where = f" while writing {error.filename}" if error.filename else ""
+    return ResourceError(f"{reasons[error.errno]}{where}; free space or choose another store.path, then run again")
+
+
+def _function(name: str) -> Callable[[dict[str, Any], Progress], dict[str, Any]]:
+    module, _, attribute = JOBS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def _failure(error: BaseException, *, kind: str) -> dict[str, Any]:
+    trace = "".join(traceback.format_exception(error))
+    return {"ok": False, "kind": kind, "type": type(error).__name__, "message": str(error), "traceback": trace}
+
+
+def _write_atomically(path: Path, content: dict[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(content, allow_nan=False), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
