@@ -1,0 +1,42 @@
+# make demo   a fine-tuning from start to end, twice: the second run is served from the cache
+# make test   the test suite
+# Both set up everything they need. `make PYTHON=/path/to/python3.12 …` names an interpreter.
+
+SHELL := /bin/sh
+BIN := .venv/bin
+DEMO := .mcaflow/demo
+# Bytecode that is not kept costs every process 10 s of compilation at import.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: demo test lint format bench setup smollm2 clean
+
+setup:
+	@PYTHON="$(PYTHON)" scripts/setup.sh dev
+
+demo: setup
+	@$(BIN)/python -m mca_lib.demo_assets $(DEMO)
+	@$(BIN)/mcaflow run deployments/recipes/demo.yaml
+	@echo
+	@echo "The same recipe once more: every stage comes from the store."
+	@$(BIN)/mcaflow run deployments/recipes/demo.yaml
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python -m pytest tests/benchmarks -o testpaths= -o python_files='bench_*.py' -s
+
+smollm2:
+	@PYTHON="$(PYTHON)" scripts/setup.sh dev smollm2
+	@$(BIN)/python -m deployments.smollm2 smollm2-hf
+
+clean:
+	rm -rf .mcaflow .pytest_cache .ruff_cache

@@ -1,0 +1,166 @@
+"""The recipe: one YAML file, one pydantic model, one form in the Prefect UI.
+
+``PipelineConfig`` is checked as a whole when it is built, so that a contradiction between two fields is found before
+anything runs. Errors name the field by its dotted path and fit on one line.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from mca_lib.errors import ConfigError
+from tasks.convert import CheckpointConfig
+from tasks.dataset import DatasetConfig
+from tasks.download import ModelConfig
+from tasks.evaluate import EvalConfig
+from tasks.export import ExportConfig
+from tasks.section import Execution, Section
+from tasks.train import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig
+
+
+class StoreConfig(Section):
+    """Where artifacts live."""
+
+    path: Execution[str] = Field(default=".mcaflow/store", min_length=1)
+    """Folder of the artifact store; shared by every run that should reuse the other's work."""
+
+
+class PipelineConfig(Section):
+    """A whole run: from a Hugging Face model and a data set to a fine-tuned, evaluated Hugging Face model."""
+
+    name: Execution[str] = Field(default="mcaflow", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][\w.-]*$")
+    """Name of the run in the Prefect UI; part of no key."""
+    model: ModelConfig
+    dataset: DatasetConfig
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    training: TrainingConfig = TrainingConfig()
+    lora: LoraConfig = LoraConfig()
+    dpo: DpoConfig = DpoConfig()
+    export: ExportConfig = ExportConfig()
+    eval: EvalConfig = EvalConfig()
+    launcher: LauncherConfig = LauncherConfig()
+    store: StoreConfig = StoreConfig()
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        for problem in _contradictions(self):
+            raise ValueError(problem)
+        return self
+
+
+def _contradictions(config: PipelineConfig):
+    """Contradictions between fields, each as `field: what is wrong and what to do`."""
+    dataset, training = config.dataset, config.training
+    if bool(dataset.files) == bool(dataset.names):
+        given = "both are given" if dataset.files else "neither is given"
+        yield f"dataset.files: name data files there, or entries of dataset_info.json in dataset.names; {given}"
+    if dataset.names and dataset.dataset_dir is None:
+        yield "dataset.dataset_dir: required with dataset.names; the folder that holds dataset_info.json"
+    if training.stage == "sft" and dataset.template is None:
+        yield "dataset.template: required for training.stage sft; the chat template's name, for instance qwen"
+    if training.stage == "sft" and dataset.files and dataset.formatting == "text":
+        yield "dataset.formatting: text has no answers to learn; use training.stage pt, or alpaca or sharegpt rows"
+    if training.min_learning_rate > training.learning_rate:
+        yield "training.min_learning_rate: greater than training.learning_rate"
+    yield from _layout_contradictions(config)
+
+
+def _layout_contradictions(config: PipelineConfig):
+    parallel, training, launcher = config.parallel, config.training, config.launcher
+    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
+    if launcher.nproc_per_node % model_ranks:
+        yield (
+            f"launcher.nproc_per_node: {launcher.nproc_per_node} ranks are not a multiple of parallel.tensor × "
+            f"parallel.pipeline × parallel.context = {model_ranks}"
+        )
+        return
+    data_parallel = launcher.nproc_per_node // model_ranks
+    per_pass = training.micro_batch_size * data_parallel
+    if training.global_batch_size % per_pass:
+        yield (
+            f"training.global_batch_size: {training.global_batch_size} is not a multiple of training.micro_batch_size "
+            f"× data parallel size = {training.micro_batch_size} × {data_parallel} = {per_pass}"
+        )
+    if parallel.virtual_pipeline is not None and parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
+        yield "parallel.virtual_pipeline: needs parallel.pipeline of at least 2"
+
+
+def load_recipe(path: Path | str, overrides: list[str] | None = None) -> PipelineConfig:
+    """Read a YAML recipe and apply overrides such as ``training.learning_rate=1e-5``.
+
+    Raises:
+        ConfigError: the file is missing or no YAML mapping, an override is malformed, or a field is wrong.
+    """
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"recipe {path}: expected a mapping of sections, found {type(content).__name__}")
+    for override in overrides or []:
+        _apply_override(content, override)
+    try:
+        return PipelineConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"recipe {path}: {describe(error)}") from None
+
+
+def _apply_override(content: dict[str, Any], override: str) -> None:
+    dotted, separator, text = override.partition("=")
+    keys = dotted.strip().split(".")
+    if not separator or not all(keys):
+        raise ConfigError(f"--set {override}: expected section.field=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {override}: the value is not valid YAML; quote it") from None
+    parent = content
+    for depth, key in enumerate(keys[:-1], start=1):
+        if parent.get(key) is None:
+            parent[key] = {}
+        parent = parent[key]
+        if not isinstance(parent, dict):
+            raise ConfigError(f"--set {override}: {'.'.join(keys[:depth])} is not a section")
+    parent[keys[-1]] = value
+
+
+def describe(error: ValidationError) -> str:
+    """A pydantic error on one line: each wrong field by its dotted path, unknown ones with the nearest name."""
+    return "; ".join(_describe_one(item) for item in error.errors())
+
+
+def _describe_one(item: dict[str, Any]) -> str:
+    path = ".".join(str(part) for part in item["loc"])
+    message = item["msg"].removeprefix("Value error, ")
+    if item["type"] == "extra_forbidden":
+        known = _fields_at(item["loc"][:-1])
+        near = difflib.get_close_matches(str(item["loc"][-1]), known, n=1)
+        return f"{path}: unknown field; {f'did you mean {near[0]}?' if near else 'known are ' + ', '.join(known)}"
+    if not path:
+        return message
+    given = item.get("input")
+    shown = f" (given: {given!r})" if isinstance(given, str | int | float | bool) and not _secret(path) else ""
+    return f"{path}: {message[:1].lower()}{message[1:]}{shown}"
+
+
+def _fields_at(location: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = PipelineConfig
+    for part in location:
+        annotation = model.model_fields[str(part)].annotation if str(part) in model.model_fields else None
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return []
+        model = annotation
+    return list(model.model_fields)
+
+
+def _secret(path: str) -> bool:
+    return any(word in path.lower() for word in ("token", "password", "secret", "key"))
