@@ -108,7 +108,8 @@ def test_an_interrupted_writer_leaves_nothing_that_opens(tmp_path):
             writer.add_row([([1, 2], [False, True])])
             raise KeyError
 
-    pytest.raises(KeyError, interrupted)
+    with pytest.raises(KeyError):
+        interrupted()
     with pytest.raises(DataError):
         TokenStore.open(tmp_path / "train")
 
