@@ -27,7 +27,9 @@ Execution = Annotated[T, EXECUTION]
 class Section(BaseModel):
     """One section of the recipe: frozen, and unknown keys are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
     def identity(self) -> dict[str, Any]:
         """Fields that decide the bytes of the output, JSON-ready."""

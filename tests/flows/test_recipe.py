@@ -1,0 +1,95 @@
+"""The recipe says what is wrong, where, and on one line."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from flows.recipe import PipelineConfig, load_recipe
+from mca_lib.errors import ConfigError
+from tasks.section import EXECUTION
+
+MINIMAL = {"model": {"name_or_path": "model"}, "dataset": {"files": ["rows.json"], "template": "qwen"}}
+
+WRONG = [
+    ("dataset.cutof_len=8", "dataset.cutof_len: unknown field; did you mean cutoff_len?"),
+    ("trainin.seed=1", "trainin: unknown field; did you mean training?"),
+    ("training.learning_rate=fast", "training.learning_rate: input should be a valid number"),
+    ("training.learning_rate=0", "training.learning_rate: input should be greater than 0"),
+    ("training.learning_rate=.nan", "training.learning_rate: "),
+    ("training.stage=rl", "training.stage: input should be 'pt', 'sft' or 'dpo'"),
+    ("dataset.template=null", "dataset.template: required for training.stage sft"),
+    ("dataset.files=[]", "dataset.files: name data files there, or entries of dataset_info.json"),
+    ("dataset.names=[a]", "both are given"),
+    ("dataset.formatting=text", "dataset.formatting: text has no answers to learn"),
+    ("training.min_learning_rate=1", "training.min_learning_rate: greater than training.learning_rate"),
+    ("parallel.tensor=2", "launcher.nproc_per_node: 1 ranks are not a multiple of"),
+    ("training.micro_batch_size=3", "training.global_batch_size: 8 is not a multiple of"),
+    ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline: needs parallel.pipeline of at least 2"),
+    ("model=null", "model: "),
+    ("training", "--set training: expected section.field=value"),
+    ("=1", "--set =1: expected section.field=value"),
+    ("training.seed=[", "--set training.seed=[: the value is not valid YAML"),
+    ("training.seed.x=1", "training.seed"),
+]
+
+
+def write(path: Path, content: object) -> Path:
+    path.write_text(yaml.safe_dump(content) if not isinstance(content, str) else content)
+    return path
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG)
+def test_wrong_field_is_named_on_one_line(tmp_path: Path, override: str, message: str):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path / "recipe.yaml", MINIMAL), [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "a: b: c", "text", "\tx"])
+def test_file_that_is_no_recipe_is_refused(tmp_path: Path, content: str):
+    with pytest.raises(ConfigError, match=r"recipe\.yaml"):
+        load_recipe(write(tmp_path / "recipe.yaml", content))
+
+
+def test_missing_file_is_named(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: no such file"):
+        load_recipe(tmp_path / "nowhere.yaml")
+
+
+def test_override_replaces_a_field_and_creates_a_section(tmp_path: Path):
+    config = load_recipe(
+        write(tmp_path / "recipe.yaml", MINIMAL), ["training.learning_rate=3e-4", "dataset.files=[a.json, b.json]"]
+    )
+    assert config.training.learning_rate == 3e-4
+    assert config.dataset.files == ["a.json", "b.json"]
+
+
+def test_parallel_layout_and_launcher_are_execution_throughout():
+    config = PipelineConfig.model_validate(MINIMAL)
+    assert config.parallel.identity() == {}
+    assert config.launcher.identity() == {}
+    assert config.store.identity() == {}
+
+
+def test_what_decides_the_weights_is_identity():
+    config = PipelineConfig.model_validate(MINIMAL)
+    assert {"learning_rate", "global_batch_size", "seed", "precision", "num_train_epochs"} <= set(
+        config.training.identity()
+    )
+    assert "micro_batch_size" in config.training.execution()
+
+
+def test_every_section_field_is_either_identity_or_execution():
+    config = PipelineConfig.model_validate(MINIMAL)
+    for name in PipelineConfig.model_fields:
+        section = getattr(config, name)
+        if hasattr(section, "identity"):
+            fields = set(type(section).model_fields)
+            assert set(section.identity()) | set(section.execution()) == fields
+            assert not set(section.identity()) & set(section.execution())
+
+
+def test_mark_survives_pydantic():
+    assert EXECUTION in PipelineConfig.model_fields["name"].metadata
