@@ -1,0 +1,144 @@
+"""The parallel layout of a run, and the process groups that go with it.
+
+    world = data × context × pipeline × tensor        ranks of one tensor group are neighbours
+
+The layout decides speed and memory, never the result. Ranks come from torchrun's environment; without one, this
+process is a world of its own. On CPU the ranks talk by gloo, on the loopback interface when they share a machine.
+"""
+
+import datetime
+import os
+import random
+from dataclasses import dataclass, field
+
+from mca_lib.errors import ConfigError
+from mca_lib.platforms import install
+
+PROCESS_GROUP_TIMEOUT = datetime.timedelta(minutes=30)
+
+
+@dataclass
+class DistributingParallelArguments:
+    """How the model and the batch are spread over the ranks."""
+
+    tensor_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share each weight matrix."})
+    pipeline_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share the stack of layers."})
+    virtual_pipeline_model_parallel_size: int | None = field(
+        default=None, metadata={"help": "Model chunks per pipeline rank (interleaved schedule)."}
+    )
+    context_parallel_size: int = field(default=1, metadata={"help": "Ranks that share each sequence."})
+    expert_model_parallel_size: int = field(default=1, metadata={"help": "Ranks that share the experts of a layer."})
+    expert_tensor_parallel_size: int | None = field(
+        default=None, metadata={"help": "Ranks that share each expert; default: the tensor parallel size."}
+    )
+    sequence_parallel: bool = field(
+        default=False, metadata={"help": "Split the activations between tensor parallel regions too."}
+    )
+
+    @property
+    def model_parallel_size(self) -> int:
+        """Ranks that hold one replica of the model; expert parallelism lives inside the data parallel dimension."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the model. Raises ConfigError when the layout does not fit `world_size` ranks."""
+        if world_size % self.model_parallel_size:
+            raise ConfigError(
+                f"{world_size} ranks cannot be split into "
+                f"tensor_model_parallel_size={self.tensor_model_parallel_size} × "
+                f"pipeline_model_parallel_size={self.pipeline_model_parallel_size} × "
+                f"context_parallel_size={self.context_parallel_size} = {self.model_parallel_size}: "
+                f"use a multiple of {self.model_parallel_size} ranks"
+            )
+        return world_size // self.model_parallel_size
+
+    def check(self, world_size: int) -> None:
+        """Raise ConfigError naming the fields that contradict each other or the number of ranks."""
+        for name in (
+            "tensor_model_parallel_size",
+            "pipeline_model_parallel_size",
+            "context_parallel_size",
+            "expert_model_parallel_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
+        self.data_parallel_size(world_size)
+        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
+            raise ConfigError(
+                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} needs "
+                "pipeline_model_parallel_size of at least 2"
+            )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ConfigError("sequence_parallel needs tensor_model_parallel_size of at least 2")
+
+
+def pipeline_communication(args: DistributingParallelArguments) -> dict[str, bool]:
+    """Fields of Megatron's model config that decide how pipeline stages exchange tensors.
+
+    With two stages and several chunks per stage, each rank's neighbour before and after is the same peer. Batched
+    exchanges are then matched in posting order under gloo and swap activations with gradients: the loss looks right,
+    the gradients are wrong (megatron-core 0.19.2; its own launcher refuses that combination).
+    """
+    interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
+    return {"overlap_p2p_comm": interleaved, "batch_p2p_comm": not interleaved}
+
+
+def initialize_model_parallel(args: DistributingParallelArguments, seed: int = 42) -> None:
+    """Create the process groups of `args` and seed this rank. Raises ConfigError when the layout does not fit.
+
+    An existing default process group is used as it is.
+    """
+    platform = install()
+    args.check(int(os.environ.get("WORLD_SIZE", "1")))
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        _init_process_group(platform.backend)
+    args.check(dist.get_world_size())
+    chunks = args.virtual_pipeline_model_parallel_size
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=chunks if chunks and chunks > 1 else None,
+        context_parallel_size=args.context_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+    )
+    seed_rank(seed)
+
+
+def seed_rank(seed: int) -> None:
+    """Seed every random generator of this rank; stages of a pipeline draw differently, replicas alike."""
+    import numpy as np
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    seed += 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+
+
+def destroy_model_parallel() -> None:
+    """Undo `initialize_model_parallel`; does nothing when there is nothing to undo."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _init_process_group(backend: str) -> None:
+    import torch.distributed as dist
+
+    if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
+        # One machine: no name look-up, and no other host can connect.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=PROCESS_GROUP_TIMEOUT)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=PROCESS_GROUP_TIMEOUT)

@@ -1,0 +1,66 @@
+"""The rank pool itself: values come back by rank, failures carry their traceback, nothing hangs or survives."""
+
+import os
+import signal
+
+import pytest
+
+from tests.ranks import RankError
+
+
+def sum_of_ranks(offset: int) -> tuple[int, float, int]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(total)
+    return dist.get_rank(), total.item(), os.getpid()
+
+
+def raise_on_rank_1() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("the odd one")
+    dist.barrier()
+
+
+def hang_on_rank_1() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        signal.pause()
+
+
+def die_on_rank_0() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+
+
+def test_values_come_back_in_order_of_rank(ranks):
+    values = ranks(3, sum_of_ranks, 10)
+    assert [(rank, total) for rank, total, _ in values] == [(0, 33.0), (1, 33.0), (2, 33.0)]
+
+
+def test_the_failing_ranks_traceback_is_raised(ranks):
+    with pytest.raises(RankError, match=r"(?s)rank 1.*ValueError: the odd one"):
+        ranks(2, raise_on_rank_1)
+
+
+def test_a_hanging_rank_is_killed_with_its_stack(ranks):
+    with pytest.raises(RankError, match=r"(?s)exceeded 1 s.*hang_on_rank_1"):
+        ranks(2, hang_on_rank_1, timeout=1)
+
+
+def test_a_killed_rank_is_named_with_its_exit_status(ranks):
+    with pytest.raises(RankError, match=r"rank 0, exit -9"):
+        ranks(2, die_on_rank_0)
+
+
+def test_no_rank_outlives_its_call(ranks):
+    for _, _, pid in ranks(2, sum_of_ranks, 0):
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
