@@ -1,0 +1,232 @@
+"""Typed rows of a weight table: how tensors of one side make up a tensor of the other, in both directions.
+
+A mapping is a list of *segments*: consecutive slices of the source tensors that, end to end along one axis, are the
+Megatron tensor. Each mapping says which segments one tensor-parallel rank owns; rank 0 of 1 owns the whole tensor.
+So splitting, fusing, their inverse and the shape check are one piece of code, and a new kind of weight is one method.
+
+    Replicated   a                               every rank holds all of it
+    Row          a                               axis 1 is split (input features of a row-parallel layer)
+    Vocabulary   a + padding                     axis 0 is split, padded with zeros to a multiple of the ranks
+    QKV          q0 q1 k0 v0 | q2 q3 k1 v1 | ... heads interleaved by key/value group, axis 0 is split
+    GatedMLP     gate | up                       each half is split on its own
+
+Names may hold `{layer}`. Dimensions are names of `McaModelConfig` attributes. Importing this needs no torch.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from mca_lib.models.config import McaModelConfig
+
+Shape = tuple[int, ...]
+
+
+class TensorSlice(Protocol):
+    """A tensor, possibly still on disk, that gives parts of itself (a `torch.Tensor`, a safetensors slice)."""
+
+    def __getitem__(self, index: object) -> "torch.Tensor": ...
+
+
+class Segment(NamedTuple):
+    """Elements `start:stop` of source tensor number `source`, along the mapping's axis; source -1 is zeros."""
+
+    source: int
+    start: int
+    stop: int
+
+
+PADDING = -1
+
+
+@dataclass(frozen=True)
+class Mapping(ABC):
+    """One tensor of Megatron ⇄ one or more tensors of Hugging Face."""
+
+    mca: str
+    """Name in the checkpoint."""
+    hf: tuple[str, ...]
+
+    when: str | None = None
+    """Attribute of the config that must be true for the row to exist."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.hf, str):
+            object.__setattr__(self, "hf", (self.hf,))
+
+    axis = 0
+    """The axis along which segments lie."""
+
+    @abstractmethod
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        """Shapes of the Hugging Face tensors, in the order of `hf`."""
+
+    @abstractmethod
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        """What rank `rank` of `size` tensor-parallel ranks owns, in the order of its tensor."""
+
+    def local_shape(self, config: "McaModelConfig", rank: int, size: int) -> Shape:
+        """Shape of the tensor that the rank owns."""
+        length = sum(s.stop - s.start for s in self.segments(config, rank, size))
+        shape = list(self.hf_shapes(config)[0])
+        shape[self.axis] = length
+        return tuple(shape)
+
+    @property
+    def per_layer(self) -> bool:
+        """Is there one such tensor for every layer?"""
+        return "{layer}" in self.mca
+
+    def to_mca(
+        self, parts: Sequence[TensorSlice], config: "McaModelConfig", rank: int = 0, size: int = 1
+    ) -> "torch.Tensor":
+        """The rank's Megatron tensor, reading of `parts` only what it owns."""
+        import torch
+
+        lead = (slice(None),) * self.axis
+        pieces, padding = [], 0
+        for source, start, stop in self.segments(config, rank, size):
+            if source == PADDING:
+                padding += stop - start  # always last
+            elif stop > start:
+                pieces.append(parts[source][(*lead, slice(start, stop))])
+        if padding:
+            like = pieces[0] if pieces else parts[0][(*lead, slice(0, 1))]
+            shape = list(self.hf_shapes(config)[0])
+            shape[self.axis] = padding
+            pieces.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.axis)
+
+    def to_hf(self, tensor: "torch.Tensor", config: "McaModelConfig") -> list["torch.Tensor"]:
+        """The whole Megatron tensor back into the Hugging Face tensors; padding is dropped."""
+        outputs = [tensor.new_empty(shape) for shape in self.hf_shapes(config)]
+        position = 0
+        for source, start, stop in self.segments(config, 0, 1):
+            if source != PADDING:
+                piece = tensor.narrow(self.axis, position, stop - start)
+                outputs[source].narrow(self.axis, start, stop - start).copy_(piece)
+            position += stop - start
+        return outputs
+
+
+@dataclass(frozen=True)
+class Replicated(Mapping):
+    """The same tensor on every tensor-parallel rank."""
+
+    dims: tuple[str, ...] = ()
+
+    def __init__(self, mca: str, hf: str, *dims: str, when: str | None = None) -> None:
+        _set(self, mca=mca, hf=(hf,), dims=dims, when=when)
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        return (_sizes(config, self.dims),)
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        yield Segment(0, 0, self.hf_shapes(config)[0][0])
+
+
+@dataclass(frozen=True)
+class Row(Mapping):
+    """Weight of a row-parallel linear layer: [output, input], the input features are split."""
+
+    dims: tuple[str, ...] = ()
+    axis = 1
+
+    def __init__(self, mca: str, hf: str, dims: tuple[str, str], when: str | None = None) -> None:
+        _set(self, mca=mca, hf=(hf,), dims=dims, when=when)
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        return (_sizes(config, self.dims),)
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        yield Segment(0, *_share(self.hf_shapes(config)[0][1], rank, size))
+
+
+@dataclass(frozen=True)
+class Vocabulary(Mapping):
+    """Embedding or output layer, [vocabulary, hidden], padded so that the vocabulary divides by the ranks."""
+
+    def __init__(self, mca: str, hf: str, when: str | None = None) -> None:
+        _set(self, mca=mca, hf=(hf,), when=when)
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        return ((config.vocab_size, config.hidden_size),)
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        start, stop = _share(padded_vocab_size(config.vocab_size, size), rank, size)
+        last = config.vocab_size
+        if start < last:
+            yield Segment(0, start, min(stop, last))
+        if stop > last:
+            yield Segment(PADDING, max(start, last), stop)
+
+
+@dataclass(frozen=True)
+class QKV(Mapping):
+    """Query, key and value projections fused: for each key/value group its query heads, its key, its value.
+
+    With more ranks than groups Megatron still cuts the fused rows evenly, so a share may begin inside a group.
+    """
+
+    columns: tuple[str, ...] = ()
+
+    def __init__(self, mca: str, hf: tuple[str, str, str], columns: tuple[str, ...], when: str | None = None) -> None:
+        _set(self, mca=mca, hf=hf, columns=columns, when=when)
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        tail = _sizes(config, self.columns)
+        return ((config.query_size, *tail), (config.kv_size, *tail), (config.kv_size, *tail))
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        begin, end = _share(config.query_size + 2 * config.kv_size, rank, size)
+        head, groups = config.kv_channels, config.num_query_groups
+        queries = config.query_size // groups
+        position = 0
+        for group in range(groups):
+            for source, length in ((0, queries), (1, head), (2, head)):
+                lo, hi = max(begin, position), min(end, position + length)
+                if lo < hi:
+                    offset = group * length - position
+                    yield Segment(source, lo + offset, hi + offset)
+                position += length
+
+
+@dataclass(frozen=True)
+class GatedMLP(Mapping):
+    """Gate and up projections of a SwiGLU layer, each split on its own: [gate share; up share]."""
+
+    def __init__(self, mca: str, hf: tuple[str, str], when: str | None = None) -> None:
+        _set(self, mca=mca, hf=hf, when=when)
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        return ((config.ffn_hidden_size, config.hidden_size),) * 2
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        start, stop = _share(config.ffn_hidden_size, rank, size)
+        yield Segment(0, start, stop)
+        yield Segment(1, start, stop)
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """Smallest multiple of `tensor_parallel` that holds the vocabulary."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel
+
+
+def _share(length: int, rank: int, size: int) -> tuple[int, int]:
+    if length % size:
+        raise ValueError(f"{length} does not divide by {size} ranks; check_layout should have refused this")
+    share = length // size
+    return rank * share, (rank + 1) * share
+
+
+def _sizes(config: "McaModelConfig", dims: tuple[str, ...]) -> Shape:
+    return tuple(getattr(config, d) for d in dims)
+
+
+def _set(mapping: Mapping, **values: object) -> None:
+    for name, value in values.items():
+        object.__setattr__(mapping, name, value)

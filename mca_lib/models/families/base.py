@@ -1,0 +1,219 @@
+"""What a model family is: two tables, config and weights, each read in both directions.
+
+A family file holds data only. Adding a family is adding one file beside `llama.py` and one line to `registry.py`.
+No torch here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mca_lib.converter.mappings import QKV, GatedMLP, Mapping, Replicated, Row, Vocabulary
+from mca_lib.errors import ModelError
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.families.rope import rope_from_hf
+
+REQUIRED = object()
+"""Default of a config field that the source must give."""
+
+HfConfig = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Field:
+    """A field of the Hugging Face config and the fields of `McaModelConfig` that carry it."""
+
+    hf: str
+    mca: str | tuple[str, ...]
+    default: Any = REQUIRED
+    """transformers' default: a value, or a function of the Hugging Face config; also stands in for null."""
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        return (self.mca,) if isinstance(self.mca, str) else self.mca
+
+    def read(self, hf: HfConfig) -> Any:
+        """Value in a Hugging Face config. Raises ModelError when it is required and absent."""
+        value = hf.get(self.hf)
+        if value is not None:
+            return value
+        if self.default is REQUIRED:
+            raise ModelError(f"config.json: {self.hf} is missing")
+        return self.default(hf) if callable(self.default) else self.default
+
+
+@dataclass(frozen=True)
+class Neutral:
+    """A Hugging Face field that changes the mathematics and has no counterpart: only these values are accepted."""
+
+    hf: str
+    accepted: tuple[Any, ...]
+    unless: Callable[[HfConfig], bool] | None = None
+    """The field has no effect, and any value passes, when this holds."""
+
+    def check(self, hf: HfConfig) -> None:
+        """Raises ModelError naming the field."""
+        value = hf.get(self.hf)
+        if value is None or value in self.accepted or (self.unless is not None and self.unless(hf)):
+            return
+        accepted = " or ".join(repr(v) for v in self.accepted) or "absent"
+        raise ModelError(
+            f"config.json: {self.hf}={_short(value)} is not supported for model type {hf.get('model_type')!r}; "
+            f"it must be {accepted}"
+        )
+
+
+@dataclass(frozen=True)
+class Family:
+    """One Hugging Face model type."""
+
+    model_type: str
+    architecture: str
+    """Class name in `architectures`; the head that the weight table describes."""
+    fields: tuple[Field, ...]
+    weights: tuple[Mapping, ...]
+    neutral: tuple[Neutral, ...]
+    fixed: dict[str, Any] = field(default_factory=dict)
+    """Fields of `McaModelConfig` that the family always has, whatever the config says."""
+    ignored_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+    """Tensors (regular expressions) that old checkpoints carry and that hold nothing learned."""
+
+    def config_from_hf(self, hf: HfConfig) -> McaModelConfig:
+        """Config table, left to right. Raises ModelError naming the field that cannot be carried over."""
+        architectures = hf.get("architectures")
+        if architectures and self.architecture not in architectures:
+            raise ModelError(f"config.json: architectures={architectures} is not supported; use {self.architecture}")
+        for rule in self.neutral:
+            rule.check(hf)
+        values = {name: f.read(hf) for f in self.fields for name in f.targets}
+        rotary_base, rope_scaling = rope_from_hf(hf)
+        try:
+            return McaModelConfig(
+                model_type=self.model_type,
+                rotary_base=rotary_base,
+                rope_scaling=rope_scaling,
+                hf_config=dict(hf),
+                **values,
+                **self.fixed,
+            )
+        except TypeError as e:
+            raise ModelError(f"config.json: {e}") from e
+
+    def config_to_hf(self, config: McaModelConfig) -> HfConfig:
+        """Config table, right to left: the source's config with the mapped fields as they are now."""
+        hf = dict(config.hf_config)
+        for f in self.fields:
+            value = getattr(config, f.targets[0])
+            if f.hf in hf and hf[f.hf] is None and f.read(hf) == value:
+                continue  # null in the source, and null still means the same
+            if f.hf in hf or f.default is REQUIRED or f.read(hf) != value:
+                hf[f.hf] = value
+        return hf
+
+    def mappings(self, config: McaModelConfig) -> list[Mapping]:
+        """Rows of the weight table that this config has."""
+        return [m for m in self.weights if m.when is None or getattr(config, m.when)]
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+# --- What the dense families share -------------------------------------------------------------------------------
+
+DENSE_FIELDS = (
+    Field("num_hidden_layers", "num_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("intermediate_size", "ffn_hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("num_key_value_heads", "num_query_groups", lambda hf: hf["num_attention_heads"]),
+    Field("vocab_size", "vocab_size"),
+    Field("rms_norm_eps", "norm_epsilon", 1e-6),
+    Field("tie_word_embeddings", "tie_word_embeddings", False),
+    Field("attention_dropout", "attention_dropout", 0.0),
+    Field("initializer_range", "initializer_range", 0.02),
+)
+
+_NO_WINDOW = Neutral("use_sliding_window", (False,))
+
+DENSE_NEUTRAL = (
+    Neutral("hidden_act", ("silu", "swish")),
+    Neutral("mlp_bias", (False,)),
+    _NO_WINDOW,
+    # transformers reads the window of these families only where use_sliding_window is set.
+    Neutral("sliding_window", (), unless=lambda hf: not hf.get("use_sliding_window")),
+    Neutral("layer_types", (), unless=lambda hf: set(hf["layer_types"]) == {"full_attention"}),
+    Neutral("partial_rotary_factor", (1.0,)),
+    Neutral("quantization_config", ()),
+    Neutral("is_encoder_decoder", (False,)),
+    # Code of the model's own decides its mathematics.
+    Neutral("auto_map", ()),
+    # Fields of variants that keep the model type of the family that they derive from.
+    Neutral("attn_logit_softcapping", ()),
+    Neutral("final_logit_softcapping", ()),
+    Neutral("query_pre_attn_scalar", ()),
+    Neutral("attention_multiplier", ()),
+    Neutral("embedding_multiplier", (1.0,)),
+    Neutral("residual_multiplier", (1.0,)),
+    Neutral("logits_scaling", (1.0,)),
+    Neutral("clip_qkv", ()),
+    Neutral("no_rope_layers", ()),
+    Neutral("num_experts", (0,)),
+    Neutral("num_local_experts", (0,)),
+    Neutral("add_cross_attention", (False,)),
+)
+
+_MCA_LAYER = "decoder.layers.{layer}."
+_HF_LAYER = "model.layers.{layer}."
+_MCA_ATTENTION, _HF_ATTENTION = _MCA_LAYER + "self_attention.", _HF_LAYER + "self_attn."
+_QKV_NAMES = ("q_proj", "k_proj", "v_proj")
+
+# Names on the left are those of the torch_dist checkpoint, which the Transformer Engine and the local layer share.
+DENSE_WEIGHTS = (
+    Vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    Replicated(_MCA_ATTENTION + "linear_qkv.layer_norm_weight", _HF_LAYER + "input_layernorm.weight", "hidden_size"),
+    QKV(
+        _MCA_ATTENTION + "linear_qkv.weight",
+        tuple(f"{_HF_ATTENTION}{n}.weight" for n in _QKV_NAMES),
+        columns=("hidden_size",),
+    ),
+    Row(_MCA_ATTENTION + "linear_proj.weight", _HF_ATTENTION + "o_proj.weight", ("hidden_size", "query_size")),
+    Replicated(
+        _MCA_LAYER + "mlp.linear_fc1.layer_norm_weight", _HF_LAYER + "post_attention_layernorm.weight", "hidden_size"
+    ),
+    GatedMLP(
+        _MCA_LAYER + "mlp.linear_fc1.weight", (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight")
+    ),
+    Row(_MCA_LAYER + "mlp.linear_fc2.weight", _HF_LAYER + "mlp.down_proj.weight", ("hidden_size", "ffn_hidden_size")),
+    Replicated("decoder.final_layernorm.weight", "model.norm.weight", "hidden_size"),
+    Vocabulary("output_layer.weight", "lm_head.weight", when="untied"),
+)
+
+QKV_BIAS = (
+    QKV(
+        _MCA_ATTENTION + "linear_qkv.bias",
+        tuple(f"{_HF_ATTENTION}{n}.bias" for n in _QKV_NAMES),
+        columns=(),
+        when="qkv_bias",
+    ),
+)
+
+OUTPUT_BIAS = (
+    Replicated(
+        _MCA_ATTENTION + "linear_proj.bias",
+        _HF_ATTENTION + "o_proj.bias",
+        "hidden_size",
+        when="attention_output_bias",
+    ),
+)
+
+QK_NORM = (
+    Replicated(_MCA_ATTENTION + "q_layernorm.weight", _HF_ATTENTION + "q_norm.weight", "kv_channels"),
+    Replicated(_MCA_ATTENTION + "k_layernorm.weight", _HF_ATTENTION + "k_norm.weight", "kv_channels"),
+)
+
+
+def head_size(hf: HfConfig) -> int:
+    """transformers' head size where the config does not give one."""
+    return hf["hidden_size"] // hf["num_attention_heads"]

@@ -1,0 +1,25 @@
+"""Llama 1 to 3.x, and the many models that save themselves as `llama` (SmolLM2, TinyLlama, Yi, ...)."""
+
+from mca_lib.models.families.base import (
+    DENSE_FIELDS,
+    DENSE_NEUTRAL,
+    DENSE_WEIGHTS,
+    OUTPUT_BIAS,
+    QKV_BIAS,
+    Family,
+    Field,
+    head_size,
+)
+
+FAMILY = Family(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    fields=(
+        *DENSE_FIELDS,
+        Field("max_position_embeddings", "max_position_embeddings", 2048),
+        Field("head_dim", "kv_channels", head_size),
+        Field("attention_bias", ("qkv_bias", "attention_output_bias"), False),
+    ),
+    weights=(*DENSE_WEIGHTS, *QKV_BIAS, *OUTPUT_BIAS),
+    neutral=DENSE_NEUTRAL,
+)
