@@ -1,0 +1,215 @@
+"""A lease on one stage key, so that two runs compute it once.
+
+    .leases/<stage>-<key>.<N>      JSON of the owner; its mtime is the heartbeat
+
+The holder is whoever created the highest N. Creation is atomic (a hard link onto a name that must not exist), and a
+takeover is the creation of N+1, so that two takers cannot both win. A holder is gone when its heartbeat stands still
+for `STALE_SECONDS` of the *observer's* clock (clocks of two hosts are never compared), or at once when it lived on this
+host and its process is dead (pid and start time). A holder that was only asleep finds a higher number, or its
+own file gone, and gets LeaseLost.
+
+Correctness never depends on this (some shared file systems lie about links): see `tasks/store.py`.
+"""
+
+import json
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tasks.cancel import pause
+from tasks.errors import LeaseLost
+
+HEARTBEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0
+POLL_SECONDS = (0.2, 2.0)
+REPORT_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds a lease. `boot` and `namespace` tell whether `pid` means anything to the reader."""
+
+    host: str
+    boot: str
+    namespace: str
+    pid: int
+    started: float
+    uuid: str
+
+    @staticmethod
+    def me() -> "Owner":
+        import psutil
+
+        return Owner(
+            host=socket.gethostname(),
+            boot=_boot_id(),
+            namespace=_pid_namespace(),
+            pid=os.getpid(),
+            started=psutil.Process().create_time(),
+            uuid=uuid.uuid4().hex,
+        )
+
+    def is_dead(self) -> bool:
+        """True when the owner ran on this machine and its process is gone; False when that cannot be known."""
+        import psutil
+
+        here = (socket.gethostname(), _boot_id(), _pid_namespace())
+        if (self.host, self.boot, self.namespace) != here:
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return process.create_time() != self.started or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+
+class Lease:
+    """A held lease. Use as a context manager; the heartbeat runs in a daemon thread until the end."""
+
+    def __init__(self, path: Path, number: int, owner: Owner) -> None:
+        self.path = path
+        self.number = number
+        self.owner = owner
+        self._stop = threading.Event()
+        self._beat = threading.Thread(target=self._heartbeat, name=f"lease-{path.name}", daemon=True)
+
+    def check(self) -> None:
+        """Raise LeaseLost unless this is still the highest lease of its key."""
+        successor = self.path.with_name(f"{_stem(self.path)}.{self.number + 1}")
+        if successor.exists() or not self._is_mine():
+            raise LeaseLost(f"{_stem(self.path)}: another run has taken over; this one stops without publishing")
+
+    def __enter__(self) -> "Lease":
+        self._beat.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        # The heartbeat first: one that finds its file gone would report a lease lost by a stage that is done.
+        self._stop.set()
+        self._beat.join()
+        if self._is_mine():
+            self.path.unlink(missing_ok=True)
+
+    def _is_mine(self) -> bool:
+        owner = _read_owner(self.path)
+        return owner is not None and owner.uuid == self.owner.uuid
+
+    def _heartbeat(self) -> None:
+        while not self._stop.wait(HEARTBEAT_SECONDS):
+            try:
+                self.check()
+                os.utime(self.path)
+            except (LeaseLost, FileNotFoundError):
+                return  # the stage finds out itself at its next check()
+            except OSError:
+                continue  # a hiccup of the file system; the next beat tries again
+
+
+def acquire(folder: Path, name: str, *, on_wait: Callable[[str], None]) -> Lease:
+    """Wait for the lease `name` and take it; start its heartbeat with `with`.
+
+    `on_wait` gets a line that names the holder, at first and every `REPORT_SECONDS`.
+
+    Raises:
+        OSError: the folder cannot be written.
+        Cancelled: while waiting.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    owner = Owner.me()
+    watch = _Watch()
+    interval, next_report = POLL_SECONDS[0], 0.0
+    while True:
+        numbers = _numbers(folder, name)
+        top = max(numbers, default=0)
+        holder = folder / f"{name}.{top}"
+        if not numbers or watch.is_gone(holder):
+            if _create(folder, name, top + 1, owner):
+                # Ascending, so that a holder that finds its own file also finds its successor: see Lease.check.
+                for number in sorted(numbers):
+                    (folder / f"{name}.{number}").unlink(missing_ok=True)
+                return Lease(folder / f"{name}.{top + 1}", top + 1, owner)
+            continue
+        now = time.monotonic()
+        if now >= next_report:
+            next_report = now + REPORT_SECONDS
+            on_wait(f"waiting for {name}: {_describe(_read_owner(holder))}")
+        pause(interval)
+        interval = min(interval * 1.5, POLL_SECONDS[1])
+
+
+class _Watch:
+    """Observes one holder's heartbeat by this process's own clock."""
+
+    def __init__(self) -> None:
+        self._seen: tuple[str, int, int] | None = None
+        self._since = 0.0
+
+    def is_gone(self, holder: Path) -> bool:
+        try:
+            stat = os.stat(holder)
+        except FileNotFoundError:
+            return False  # released just now; look again
+        beat = (holder.name, stat.st_ino, stat.st_mtime_ns)
+        if beat != self._seen:
+            self._seen, self._since = beat, time.monotonic()
+        if time.monotonic() - self._since > STALE_SECONDS:
+            return True
+        owner = _read_owner(holder)
+        return owner is not None and owner.is_dead()
+
+
+def _create(folder: Path, name: str, number: int, owner: Owner) -> bool:
+    """Create lease `number` with its content in one step; False when someone else was first."""
+    draft = folder / f".{owner.uuid}"
+    draft.write_text(json.dumps(asdict(owner)))
+    try:
+        os.link(draft, folder / f"{name}.{number}")
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _numbers(folder: Path, name: str) -> list[int]:
+    prefix = f"{name}."
+    tails = [entry[len(prefix) :] for entry in os.listdir(folder) if entry.startswith(prefix)]
+    return [int(tail) for tail in tails if tail.isdigit()]
+
+
+def _read_owner(path: Path) -> Owner | None:
+    try:
+        return Owner(**json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def _describe(owner: Owner | None) -> str:
+    return "another run holds it" if owner is None else f"process {owner.pid} on {owner.host} is computing it"
+
+
+def _stem(path: Path) -> str:
+    return path.name.rpartition(".")[0]
+
+
+def _boot_id() -> str:
+    return _read_text("/proc/sys/kernel/random/boot_id")
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _read_text(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
