@@ -1,0 +1,176 @@
+"""One row of a data file becomes a conversation, whatever its layout (`mca_lib/data/formats.py`).
+
+The result is what LLaMA-Factory's converters give for a good row; a bad row, which they would drop or let through, is
+refused with a reason here:
+
+    not an object · missing column · column is null · column is not a string · not encodable as UTF-8 ·
+    empty text · empty prompt · empty output · history is not a list of pairs ·
+    column is not a list of turns · empty conversation · turn is not an object · bad role · bad role order ·
+    odd number of turns
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mca_lib.data.formats import RowFormat
+from mca_lib.data.suggest import suggestion
+
+
+class Message(NamedTuple):
+    """One turn. Roles: user, assistant, observation (a tool's answer), function (a tool call)."""
+
+    role: str
+    content: str
+
+
+class Sample(NamedTuple):
+    """A row after alignment. A conversation ends with the answer to learn; plain text is one `user` message."""
+
+    messages: tuple[Message, ...]
+    system: str = ""
+    tools: str = ""
+    split: str = "train"
+
+
+class UnusableRow(Exception):
+    """Why a row cannot be used."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        self.reason, self.detail = reason, detail
+
+
+def parse_row(value: Any, row_format: RowFormat) -> Sample:
+    """Align one row. Raises UnusableRow."""
+    if not isinstance(value, dict):
+        raise UnusableRow("not an object", f": a JSON {_json_type(value)}")
+    sample = _PARSERS[row_format.layout](value, row_format)
+    for text in (sample.system, sample.tools, *(message.content for message in sample.messages)):
+        _check_encodable(text)
+    return sample
+
+
+def _parse_text(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
+    text = _required(row, fmt.columns["prompt"])
+    if not text.strip():
+        raise UnusableRow("empty text")
+    return Sample((Message("user", text),))
+
+
+def _parse_alpaca(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
+    prompt = _required(row, fmt.columns["prompt"])
+    query = _optional(row, fmt.columns["query"])
+    response = _required(row, fmt.columns["response"])
+    question = "\n".join(part for part in (prompt, query) if part)
+    if not question:
+        raise UnusableRow("empty prompt")
+    if not response:
+        raise UnusableRow("empty output")
+    messages = [*_history(row, fmt.columns["history"]), Message("user", question), Message("assistant", response)]
+    return Sample(tuple(messages), *_system_and_tools(row, fmt))
+
+
+def _history(row: Mapping[str, Any], column: str | None) -> Iterator[Message]:
+    """Earlier turns: a list of [question, answer]; null or absent is none."""
+    turns = row.get(column) if column else None
+    if turns is None:
+        return
+    if not isinstance(turns, list):
+        raise UnusableRow("history is not a list of pairs", f": a JSON {_json_type(turns)}")
+    for turn in turns:
+        if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
+            raise UnusableRow("history is not a list of pairs", f": turn {turns.index(turn) + 1}")
+        yield Message("user", turn[0])
+        yield Message("assistant", turn[1])
+
+
+def _parse_sharegpt(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
+    column, tags = fmt.columns["messages"], fmt.tags
+    turns = _column(row, column)
+    if not isinstance(turns, list):
+        raise UnusableRow(f"column {column!r} is not a list of turns", f": a JSON {_json_type(turns)}")
+    system, tools = _system_and_tools(row, fmt)
+    roles = {tags["user_tag"]: "user", tags["observation_tag"]: "observation"}
+    roles |= {tags["assistant_tag"]: "assistant", tags["function_tag"]: "function", tags["system_tag"]: "system"}
+    messages = [_turn(turn, number, tags, roles) for number, turn in enumerate(turns, start=1)]
+    if messages and messages[0].role == "system":
+        system, messages = messages[0].content, messages[1:]
+    if not messages:
+        raise UnusableRow("empty conversation")
+    for index, message in enumerate(messages):
+        # Questions (user, observation) and answers (assistant, function) take turns, a question first.
+        if message.role not in (("assistant", "function") if index % 2 else ("user", "observation")):
+            raise UnusableRow("bad role order", f": {message.role} as turn {index + 1}")
+    if len(messages) % 2:
+        raise UnusableRow("odd number of turns", ": the last question has no answer")
+    if not messages[-1].content:
+        raise UnusableRow("empty output")
+    return Sample(tuple(messages), system, tools)
+
+
+def _turn(turn: Any, number: int, tags: Mapping[str, str], roles: Mapping[str, str]) -> Message:
+    if not isinstance(turn, dict):
+        raise UnusableRow("turn is not an object", f": turn {number}")
+    role, content = (_column(turn, tags[tag]) for tag in ("role_tag", "content_tag"))
+    if not isinstance(role, str) or role not in roles:
+        known = list(roles)
+        hint = suggestion(role, known) if isinstance(role, str) else ""
+        raise UnusableRow("bad role", f" {role!r:.40} in turn {number}{hint}")
+    if not isinstance(content, str):
+        raise _not_a_string(tags["content_tag"], content, f" in turn {number}")
+    return Message(roles[role], content)
+
+
+_PARSERS: dict[str, Callable[[Mapping[str, Any], RowFormat], Sample]] = {
+    "alpaca": _parse_alpaca,
+    "sharegpt": _parse_sharegpt,
+    "text": _parse_text,
+}
+
+
+def _system_and_tools(row: Mapping[str, Any], fmt: RowFormat) -> tuple[str, str]:
+    return _optional(row, fmt.columns["system"]), _optional(row, fmt.columns["tools"])
+
+
+def _required(row: Mapping[str, Any], column: str | None) -> str:
+    """Text of a column that must be there."""
+    value = _column(row, column)
+    if not isinstance(value, str):
+        raise _not_a_string(column, value)
+    return value
+
+
+def _optional(row: Mapping[str, Any], column: str | None) -> str:
+    """Text of a column that may be absent or null."""
+    value = row.get(column) if column else None
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise _not_a_string(column, value)
+    return value
+
+
+def _column(row: Mapping[str, Any], column: str | None) -> Any:
+    if column not in row:
+        raise UnusableRow(f"missing column {column!r}", suggestion(str(column), [str(key) for key in row]))
+    return row[column]
+
+
+def _not_a_string(column: str | None, value: Any, detail: str = "") -> UnusableRow:
+    if value is None:
+        return UnusableRow(f"column {column!r} is null", detail)
+    return UnusableRow(f"column {column!r} is not a string", f"{detail}: a JSON {_json_type(value)}")
+
+
+def _check_encodable(text: str) -> None:
+    """A lone surrogate, as `"\\ud800"` in JSON gives, has no UTF-8 and no tokens."""
+    if text.isascii():
+        return
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UnusableRow("not encodable as UTF-8", ": a lone surrogate") from None
+
+
+def _json_type(value: Any) -> str:
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
+    return names.get(type(value), "number")

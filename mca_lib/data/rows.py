@@ -1,0 +1,130 @@
+"""Rows of data files become conversations; a row that cannot is counted by reason and named by file and line.
+
+This is all that can be said about the data without a tokenizer, so it runs before anything expensive, in a process
+that imports neither torch nor LLaMA-Factory: about 100 MB/s, in constant memory (a JSON array is held as text).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from mca_lib.data.alignment import Sample, UnusableRow, parse_row
+from mca_lib.data.files import describe_place, read_rows
+from mca_lib.data.formats import Source, SourceConfig, resolve_sources
+from mca_lib.data.suggest import suggestion
+from mca_lib.data.templates import check_template, template_names
+from mca_lib.errors import ConfigError, DataError
+
+__all__ = ["BadRow", "Sample", "Summary", "read_samples", "template_names", "validate_sources"]
+
+MAX_NAMED_ROWS = 20
+"""So many bad rows are named in a summary; all are counted."""
+
+
+class BadRow(NamedTuple):
+    """A row that cannot be used."""
+
+    reason: str
+    """What the row is counted under."""
+    detail: str
+    """What else helps to find the mistake."""
+    where: str
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the data files hold."""
+
+    rows: int
+    kept: Mapping[str, int]
+    """Usable rows by split."""
+    bad: Mapping[str, int]
+    """Unusable rows by reason."""
+    named: tuple[str, ...]
+    """The first unusable rows, each as `file:line: reason`."""
+
+
+class ValidatedConfig(SourceConfig, Protocol):
+    """The fields of the dataset section that decide whether its data is acceptable."""
+
+    template: str | None
+    max_bad_fraction: float
+
+
+def validate_sources(config: ValidatedConfig, objective: str) -> Summary:
+    """Check everything about the data that needs no tokenizer: fields, files, template name, every row.
+
+    Args:
+        config: The dataset section of a recipe, or anything with its fields.
+        objective: `sft`, `pt` or `dpo`, as `training.stage`.
+
+    Raises:
+        ConfigError: a field, or a key of dataset_info.json.
+        DataError: a file that is missing, empty or unreadable, or more bad rows than `max_bad_fraction` allows.
+    """
+    sources = resolve_sources(config, objective)
+    if objective == "sft":
+        if config.template is None:
+            raise ConfigError("dataset.template: required for training.stage sft; the chat template's name, e.g. qwen")
+        check_template(config.template)
+    kept: Counter[str] = Counter(train=0, eval=0)
+    bad: Counter[str] = Counter()
+    named: list[str] = []
+    for sample in read_samples(sources):
+        if isinstance(sample, Sample):
+            kept[sample.split] += 1
+            continue
+        bad[sample.reason] += 1
+        if len(named) < MAX_NAMED_ROWS:
+            named.append(f"{sample.where}: {sample.reason}{sample.detail}")
+    summary = Summary(kept.total() + bad.total(), dict(kept), dict(bad), tuple(named))
+    _refuse_too_many_bad_rows(summary, config.max_bad_fraction)
+    return summary
+
+
+def _refuse_too_many_bad_rows(summary: Summary, allowed: float) -> None:
+    count = sum(summary.bad.values())
+    if summary.kept["train"] and count <= allowed * summary.rows:
+        return
+    reasons = ", ".join(f"{n} × {reason}" for reason, n in sorted(summary.bad.items(), key=lambda item: -item[1])[:5])
+    raise DataError(
+        f"{count} of {summary.rows} rows are unusable ({reasons}), dataset.max_bad_fraction allows {allowed:g}; "
+        f"first: {summary.named[0]}"
+    )
+
+
+def read_samples(sources: Iterable[Source]) -> Iterator[Sample | BadRow]:
+    """Every row of the sources in order, aligned, or why it cannot be.
+
+    Raises:
+        DataError: a file cannot be read, or a column that the user named occurs in none of its rows.
+    """
+    for source in sources:
+        missing = set(source.format.named)
+        first_keys: Sequence[str] = ()
+        for row in read_rows(source.path):
+            if isinstance(row.value, dict):
+                if missing:
+                    missing = {c for c in missing if source.format.columns[c] not in row.value}
+                first_keys = first_keys or list(row.value)
+            result = _aligned(row.value, source) if row.problem is None else (row.problem, row.detail)
+            if isinstance(result, Sample):
+                yield result
+            else:
+                yield BadRow(*result, describe_place(source.path, row.place))
+        if first_keys:
+            _refuse_missing(source, missing, first_keys)
+
+
+def _refuse_missing(source: Source, columns: Iterable[str], keys: Sequence[str]) -> None:
+    for column in sorted(columns):
+        name = str(source.format.columns[column])
+        raise DataError(f"{source.path}: no row has the column {name!r} (columns.{column}){suggestion(name, keys)}")
+
+
+def _aligned(value: Any, source: Source) -> Sample | tuple[str, str]:
+    try:
+        return parse_row(value, source.format)._replace(split=source.split)
+    except UnusableRow as problem:
+        return problem.reason, problem.detail
