@@ -82,7 +82,9 @@ def lineage(reference: Reference, store: StorePath = None) -> None:
 @app.command()
 def verify(
     reference: Annotated[str | None, typer.Argument(help="One artifact; without it, all of them.")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Read every byte, also where size and time stamps agree.")] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="Read every byte, also where size and time stamps agree.")
+    ] = False,
     store: StorePath = None,
 ) -> None:
     """Check artifacts against their recorded digests; exit code 1 when one is damaged."""

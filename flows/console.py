@@ -58,13 +58,14 @@ class RunConsole:
         if not self._console.is_terminal:
             self.line(f"{stage:<9} started")
 
-    def progress(self, stage: str, done: int, total: int, note: str) -> None:
-        """``done`` of ``total`` units; ``note`` is the rest of the line."""
+    def progress(self, stage: str, done: float, total: float | None, note: str) -> None:
+        """``done`` of ``total`` units (None: unknown); ``note`` is the rest of the line."""
+        note = f"{fraction(done, total)}  {note}"
         if stage in self._tasks:
             self._bars.update(self._tasks[stage], completed=done, total=total, note=note)
         if not self._console.is_terminal and time.monotonic() - self._printed.get(stage, 0.0) >= _PLAIN_INTERVAL_S:
             self._printed[stage] = time.monotonic()
-            self.line(f"{stage:<9} {done}/{total} {note}")
+            self.line(f"{stage:<9} {note}")
 
     def finished(self, stage: str, note: str) -> None:
         """The stage has its artifact; ``note`` says how it came by it."""
@@ -84,6 +85,11 @@ class RunConsole:
         self._bars.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def fraction(done: float, total: float | None) -> str:
+    """``12/80``, or ``12`` where the total is unknown."""
+    return f"{done:,.0f}" if total is None else f"{done:,.0f}/{total:,.0f}"
+
+
 def describe_metrics(metrics: dict[str, object]) -> str:
     """``loss 1.234  4,512 tokens/s  0:21 left``: the metrics of a progress report as a short text."""
     parts = []
@@ -99,7 +105,7 @@ def describe_metrics(metrics: dict[str, object]) -> str:
                 parts.append(f"{value:,.0f} MB")
             case "learning_rate", int() | float():
                 parts.append(f"lr {value:.2e}")
-            case ("step" | "total" | "done" | "epoch" | "time"), _:
+            case (("step" | "total" | "done" | "epoch" | "time"), _):
                 continue
             case _, float():
                 parts.append(f"{name.replace('_', ' ')} {value:.4g}")

@@ -15,7 +15,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
 from flows.graph import NODES, Artifacts, StageName
-from flows.preflight import check_environment, check_model
+from flows.preflight import check_data, check_model, check_recipe, check_space
 from flows.recipe import PipelineConfig
 from flows.report import publish_report
 from flows.reporting import StageReporter
@@ -55,14 +55,17 @@ def pipeline(config: PipelineConfig, refresh: list[StageName] | None = None) -> 
 
 
 def _run(config: PipelineConfig, again: frozenset[str]) -> PipelineResult:
-    check_environment(config)
+    check_recipe(config)
+    check_data(config)
     outcomes: dict[str, Outcome] = {}
 
     def done(stage: str) -> Artifacts:
         return {name: outcomes[name].artifact for name in NODES[stage].after}
 
     outcomes["download"] = _outcome(download(config, {}, "download" in again, return_state=True))
-    check_model(config, outcomes["download"].artifact.path)
+    model_dir = outcomes["download"].artifact.path
+    check_model(config, model_dir)
+    check_space(config, model_dir)
     side_by_side = {
         "dataset": dataset.submit(config, done("dataset"), "dataset" in again),
         "convert": convert.submit(config, done("convert"), "convert" in again),

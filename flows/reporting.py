@@ -11,7 +11,7 @@ from collections.abc import Callable
 from threading import Lock
 from uuid import UUID
 
-from flows.console import current_console, describe_metrics
+from flows.console import current_console, describe_metrics, fraction
 
 _INTERVAL_S = 3.0
 """Seconds between two updates of a progress artifact."""
@@ -32,18 +32,18 @@ class StageReporter:
         self._started = False
         self._server_answers = True
 
-    def progress(self, done: int, total: int, **metrics: object) -> None:
-        """``done`` of ``total`` units, with metrics such as ``loss`` or ``tokens_per_second``."""
+    def progress(self, done: float, total: float | None, **metrics: object) -> None:
+        """``done`` of ``total`` units (None: unknown), with metrics such as ``loss`` or ``tokens_per_second``."""
         note = describe_metrics(metrics)
         self._show_started()
         if self._console:
             self._console.progress(self._stage, done, total, note)
         with self._lock:
-            if done < total and time.monotonic() - self._updated < _INTERVAL_S:
+            if (total is None or done < total) and time.monotonic() - self._updated < _INTERVAL_S:
                 return
             self._updated = time.monotonic()
-            percent = 100.0 * done / total if total else 100.0
-            self._tell_prefect(lambda: self._update_artifact(percent, f"{done}/{total}  {note}".rstrip()))
+            percent = 100.0 * done / total if total else 0.0
+            self._tell_prefect(lambda: self._update_artifact(percent, f"{fraction(done, total)}  {note}".rstrip()))
 
     def info(self, text: str) -> None:
         """Something worth knowing."""

@@ -1,0 +1,195 @@
+"""Bodies of the CLI's commands: read, decide by calling the library, print."""
+
+import json
+import os
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+from rich.tree import Tree
+
+from flows.recipe import load_recipe
+from mca_lib.errors import ConfigError
+from tasks.store import Artifact, ArtifactStore, Lineage
+
+if TYPE_CHECKING:
+    from flows.pipeline import PipelineResult
+
+# What `mcaflow run` asks of Prefect; whatever the environment or a profile says already wins.
+PREFECT_DEFAULTS = {
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    # Lines of the run go to the server; the terminal shows the bars instead.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    # A server that is away for half an hour must not fail a training that took days.
+    "PREFECT_CLIENT_MAX_RETRIES": "10",
+}
+
+
+def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
+    """``mcaflow run``."""
+    from flows.graph import NODES
+
+    config = load_recipe(recipe, overrides)
+    for stage in refresh:
+        if stage not in NODES:
+            raise ConfigError(f"--refresh {stage}: no such stage; one of {', '.join(NODES)}")
+    from flows.preflight import check_recipe
+
+    check_recipe(config)
+    for name, value in PREFECT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from flows.console import run_console
+    from flows.pipeline import pipeline
+    from tasks.errors import LeaseLost, StageFailed
+
+    console = Console()
+    try:
+        with run_console(console):
+            result = pipeline(config, refresh=refresh)
+    except (StageFailed, LeaseLost) as error:
+        print(f"mcaflow: error: {error}", file=sys.stderr)
+        sys.exit(1)
+    _print_result(console, result)
+
+
+def show_plan(recipe: Path, overrides: list[str]) -> None:
+    """``mcaflow plan``."""
+    from flows.plan import make_plan
+    from flows.preflight import check_recipe
+
+    config = load_recipe(recipe, overrides)
+    check_recipe(config)
+    console = Console()
+    marks = {"hit": "[green]hit[/]", "miss": "[yellow]miss[/]", "waits": "waits"}
+    table = Table(box=None, pad_edge=False)
+    for heading in ("stage", "", "why"):
+        table.add_column(heading, overflow="fold")
+    for row in make_plan(config, ArtifactStore(config.store.path)):
+        table.add_row(row.stage, marks[row.verdict], row.detail[:12] if row.verdict == "hit" else row.detail)
+        for change in row.changed:
+            table.add_row("", "", f"{change.field}: {_short(change.old)} → {_short(change.new)}")
+        for library in row.libraries:
+            table.add_row("", "", f"[dim]made with another version: {library}[/]")
+    console.print(table)
+
+
+def list_artifacts(store: Path, stage: str | None) -> None:
+    """``mcaflow ls``."""
+    table = Table("artifact", "files", "size", "made", "took", box=None, pad_edge=False)
+    for artifact in ArtifactStore(store, create=False).ls(stage):
+        record = artifact.record
+        size = sum(entry.size for entry in record.files.values())
+        outside = "" if record.external is None else " (outside)"
+        table.add_row(
+            f"{artifact.stage}/{artifact.key[:12]}",
+            str(len(record.files)),
+            human_size(size) + outside,
+            _age(record.producer.started),
+            f"{record.producer.seconds:.1f} s",
+        )
+    Console().print(table)
+
+
+def show_artifact(store: Path, reference: str) -> None:
+    """``mcaflow show``."""
+    artifact = ArtifactStore(store, create=False).find(reference)
+    record = artifact.record
+    console = Console()
+    console.print(f"[bold]{artifact.stage}/{artifact.key}[/]", highlight=False)
+    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts.add_row("path", str(artifact.path))
+    facts.add_row("digest", artifact.digest)
+    facts.add_row("made", f"{record.producer.started} on {record.producer.host} in {record.producer.seconds:.1f} s")
+    facts.add_row("with", ", ".join(f"{name} {version}" for name, version in record.producer.libraries.items()))
+    console.print(facts)
+    for title, content in (("key is made of", record.payload), ("statistics", record.stats)):
+        console.print(f"[bold]{title}[/]")
+        console.print_json(json.dumps(content))
+    files = Table("file", "size", "blake3", box=None, pad_edge=False)
+    for name, entry in sorted(record.files.items()):
+        files.add_row(name, human_size(entry.size), entry.digest[:16])
+    console.print(files)
+
+
+def show_lineage(store: Path, reference: str) -> None:
+    """``mcaflow lineage``."""
+    opened = ArtifactStore(store, create=False)
+    Console().print(_branch(opened.lineage(opened.find(reference))), highlight=False)
+
+
+def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
+    """``mcaflow verify``; exit code 1 when something is damaged."""
+    from tasks.verify import Damage
+
+    opened = ArtifactStore(store, create=False)
+    if reference is None:
+        checked = list(opened.verify(full=full))
+    else:
+        stage, key = opened.find(reference).stage, opened.find(reference).key
+        found = opened.inspect(stage, key, full=full)
+        checked = [(stage, key, found if isinstance(found, Damage) else None)]
+    damaged = [damage for _, _, damage in checked if damage]
+    for damage in damaged:
+        print(damage)
+    print(f"{len(checked)} artifacts checked, {len(damaged)} damaged")
+    if damaged:
+        print("the next run that needs them moves them to quarantine and computes them again")
+        sys.exit(1)
+
+
+def human_size(size: int) -> str:
+    """``12.3 MB``: decimal units, as disks are sold."""
+    value, unit = float(size), "B"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if value < 1000 or unit == "TB":
+            break
+        value /= 1000
+    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def _print_result(console: Console, result: "PipelineResult") -> None:
+    stages = Table("stage", "", "seconds", "artifact", box=None, pad_edge=False)
+    for name, outcome in result.outcomes.items():
+        mark = "[green]cached[/]" if outcome.cached else "computed"
+        stages.add_row(name, mark, f"{outcome.seconds:.1f}", f"{name}/{outcome.artifact.key[:12]}")
+    console.print()
+    console.print(stages)
+    from flows.report import evaluation_rows
+
+    heading, *rows = evaluation_rows(result.outcomes["evaluate"].artifact)
+    table = Table(*heading, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*row)
+    console.print()
+    console.print(table)
+    console.print()
+    console.print(f"model: {result.outcomes['export'].artifact.path}", highlight=False, soft_wrap=True)
+
+
+def _branch(node: Lineage) -> Tree:
+    name = f"{node.role + ': ' if node.role else ''}{node.stage}/{node.key[:12]}"
+    tree = Tree(name + ("" if node.artifact else "  (no longer in the store)") + _where(node.artifact))
+    for parent in node.inputs:
+        tree.children.append(_branch(parent))
+    return tree
+
+
+def _where(artifact: Artifact | None) -> str:
+    return f"  {artifact.path}" if artifact and artifact.record.external else ""
+
+
+def _short(value: object) -> str:
+    text = "absent" if value is None else json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _age(started: str) -> str:
+    seconds = (datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds()
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"

@@ -1,0 +1,55 @@
+"""What a run would do, stage by stage, without doing it.
+
+A stage whose inputs are in the store is looked up by its key: hit, or miss with the fields that changed, old → new,
+against the nearest record. A stage behind a miss has no key yet: if the stage before it reproduces the same content,
+it is a hit after all.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from flows.graph import PIPELINE, StageName
+from flows.recipe import PipelineConfig
+from tasks.record import library_versions
+from tasks.stage import FieldChange, Hit, probe
+from tasks.store import Artifact, ArtifactStore
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One stage of the plan."""
+
+    stage: StageName
+    verdict: Literal["hit", "miss", "waits"]
+    detail: str
+    """Key of a hit, reason of a miss, or the stages that are waited for."""
+    changed: tuple[FieldChange, ...] = ()
+    libraries: tuple[str, ...] = ()
+    """Libraries that have another version now than when a hit was made; they are part of no key."""
+
+
+def make_plan(config: PipelineConfig, store: ArtifactStore) -> list[PlanRow]:
+    """The verdict on each stage, in pipeline order. Changes nothing.
+
+    Raises:
+        UserError: the recipe cannot run at all, for instance because a file is missing.
+    """
+    found: dict[StageName, Artifact] = {}
+    rows = []
+    for node in PIPELINE:
+        missing = [name for name in node.after if name not in found]
+        if missing:
+            rows.append(PlanRow(node.name, "waits", f"for {', '.join(missing)}"))
+            continue
+        answer = probe(store, node.build(config, {name: found[name] for name in node.after}))
+        if isinstance(answer, Hit):
+            found[node.name] = answer.artifact
+            rows.append(PlanRow(node.name, "hit", answer.artifact.key, libraries=_drift(answer.artifact)))
+        else:
+            rows.append(PlanRow(node.name, "miss", answer.reason, tuple(answer.changed)))
+    return rows
+
+
+def _drift(artifact: Artifact) -> tuple[str, ...]:
+    now, then = library_versions(), artifact.record.producer.libraries
+    return tuple(f"{name} {then[name]} → {now[name]}" for name in then if name in now and now[name] != then[name])

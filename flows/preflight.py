@@ -1,0 +1,96 @@
+"""What can be known to fail is said before anything expensive starts, without torch and without Megatron.
+
+check_recipe     the recipe alone: store, template, files, a local model directory; milliseconds
+check_data       every row of the data, unless the store has the tokenized data set already
+check_model      the model's config.json against the recipe; for a model of a hub right after the download
+check_space      room in the store for what the run is going to write
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from flows.plan import make_plan
+from flows.recipe import PipelineConfig
+from mca_lib.data.formats import resolve_sources
+from mca_lib.data.rows import validate_sources
+from mca_lib.data.templates import check_template
+from mca_lib.errors import ConfigError, ModelError
+from mca_lib.models.registry import check_hf_config, check_layout
+from tasks.store import ArtifactStore
+
+# Bytes that a stage writes per byte of the model's weights; checkpoints of training are counted in `check_space`.
+_WEIGHTS_WRITTEN = {"convert": 1.1, "export": 1.1}
+# fp32 master weights and two Adam moments, 12 bytes for each 2 bytes of bf16 weights, and the weights themselves.
+_CHECKPOINT_PER_WEIGHT = 7.0
+
+
+def check_recipe(config: PipelineConfig) -> None:
+    """Raise a UserError for a store, a data file, a template or a local model that cannot be used."""
+    _check_features(config)
+    ArtifactStore(config.store.path).require_writable()
+    if config.dataset.template is not None:
+        check_template(config.dataset.template)
+    resolve_sources(config.dataset, config.training.stage)
+    local = Path(config.model.name_or_path).expanduser()
+    if config.model.source == "local" or (config.model.source == "auto" and local.is_dir()):
+        check_model(config, local)
+
+
+def check_data(config: PipelineConfig) -> None:
+    """Raise a DataError when too many rows are unusable. Reads the files only if the data set must be made."""
+    verdicts = {row.stage: row.verdict for row in make_plan(config, ArtifactStore(config.store.path))}
+    if verdicts["dataset"] != "hit":
+        validate_sources(config.dataset, config.training.stage)
+
+
+def check_model(config: PipelineConfig, model_dir: Path) -> None:
+    """Raise a UserError when this model cannot be trained by this recipe: family, layout, length."""
+    hf_config = _read_config(model_dir)
+    check_hf_config(hf_config)
+    check_layout(hf_config, config.parallel)
+    positions = hf_config.get("max_position_embeddings")
+    if isinstance(positions, int) and config.dataset.cutoff_len > positions:
+        raise ConfigError(
+            f"dataset.cutoff_len: {config.dataset.cutoff_len} is longer than the {positions} positions of the model "
+            f"in {model_dir}; use at most {positions}"
+        )
+
+
+def check_space(config: PipelineConfig, model_dir: Path) -> None:
+    """Raise a StoreError when the store's disk has no room for what is still to be computed. An estimate."""
+    store = ArtifactStore(config.store.path)
+    weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    pending = {row.stage for row in make_plan(config, store) if row.verdict != "hit"}
+    needed = sum(weights * factor for stage, factor in _WEIGHTS_WRITTEN.items() if stage in pending)
+    if "train" in pending:
+        checkpoints = config.training.save_total_limit + 1 if config.training.save_steps else 1
+        needed += weights * (1.1 + _CHECKPOINT_PER_WEIGHT * checkpoints)
+    store.require_space(int(needed), "this run")
+
+
+def _check_features(config: PipelineConfig) -> None:
+    training = config.training
+    if training.stage == "dpo":
+        raise ConfigError("training.stage: dpo is not available in this release; use sft or pt")
+    if training.finetuning_type == "lora":
+        raise ConfigError("training.finetuning_type: lora is not available in this release; use full")
+    if not training.use_mca:
+        raise ConfigError("training.use_mca: the LLaMA-Factory backend is not available in this release; use true")
+    if config.checkpoint.kind == "hybrid":
+        raise ConfigError("checkpoint.kind: hybrid is not available in this release; use gpt")
+    if config.parallel.expert > 1:
+        raise ConfigError("parallel.expert: no supported model has experts; use 1")
+
+
+def _read_config(model_dir: Path) -> dict[str, Any]:
+    path = model_dir / "config.json"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"model.name_or_path: {path} does not exist; a model directory needs it") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.name_or_path: {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"model.name_or_path: {path} is not a JSON object")
+    return content
