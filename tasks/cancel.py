@@ -1,33 +1,57 @@
-"""One switch per process that stops every stage: the signal handler or the main thread throws it.
+"""Stopping the stages of this process from outside their threads.
 
-Prefect runs some stages in threads, and threads receive no signals; whatever waits in a stage (a child process, a
-lease held by another run) waits on this switch too.
+Prefect runs some stages in threads, and threads receive no signals. So everything that may wait in a stage (for a child
+process, for a lease that another run holds) does it inside a scope, and `cancel_all` ends every scope that is open.
+Scopes opened later are not affected: a process may outlive a cancelled run and start another.
 """
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tasks.errors import Cancelled
 
-_thrown = threading.Event()
+# Re-entrant: `cancel_all` may run in a signal handler that interrupts this very thread.
+_lock = threading.RLock()
+_open: set["Scope"] = set()
 
 
-def cancel() -> None:
-    """Ask every stage of this process to stop. Holds until `resume`."""
-    _thrown.set()
+class Scope:
+    """A piece of work that can be cancelled."""
+
+    def __init__(self) -> None:
+        self._cancelled = threading.Event()
+
+    def check(self) -> None:
+        """Raise Cancelled once the scope was cancelled."""
+        if self._cancelled.is_set():
+            raise Cancelled("the run was cancelled")
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, but raise Cancelled as soon as the scope is cancelled."""
+        self._cancelled.wait(seconds)
+        self.check()
+
+    def cancel(self) -> None:
+        """Make the work in this scope stop at its next `check`, and wake its `pause`."""
+        self._cancelled.set()
 
 
-def resume() -> None:
-    """Allow stages to run again: for a process that outlives a cancelled run."""
-    _thrown.clear()
+@contextmanager
+def scope() -> Iterator[Scope]:
+    """A scope that `cancel_all` reaches while the block runs."""
+    mine = Scope()
+    with _lock:
+        _open.add(mine)
+    try:
+        yield mine
+    finally:
+        with _lock:
+            _open.discard(mine)
 
 
-def raise_if_cancelled() -> None:
-    """Raise Cancelled once `cancel` was called."""
-    if _thrown.is_set():
-        raise Cancelled("the run was cancelled")
-
-
-def pause(seconds: float) -> None:
-    """Sleep, but wake up and raise Cancelled as soon as `cancel` is called."""
-    _thrown.wait(seconds)
-    raise_if_cancelled()
+def cancel_all() -> None:
+    """Cancel every open scope of this process, in whatever thread. Safe in a signal handler."""
+    with _lock:
+        for each in list(_open):
+            each.cancel()

@@ -14,7 +14,7 @@ from typing import Any
 
 from mca_lib import errors
 from tasks.errors import StageFailed, UserError
-from tasks.process import CommandFailed, redact, run_command
+from tasks.process import CommandFailed, redact, run_command, secret_in
 
 
 def run_job(
@@ -38,8 +38,10 @@ def run_job(
     folder.mkdir(parents=True, exist_ok=True)
     spec_path, result_path, log_path = (folder / f"{name}.{end}" for end in ("spec.json", "result.json", "log"))
     text = json.dumps(spec, indent=1, allow_nan=False)
-    if redact(text) != text:
-        raise StageFailed(f"{name}: a secret of the environment is in the job's spec, which is a file; leave it there")
+    if secret := secret_in(text):
+        raise StageFailed(
+            f"{name}: the value of {secret} is in the spec of the job, a file; pass it by environment"
+        )
     spec_path.write_text(text)
     result_path.unlink(missing_ok=True)
     failure: CommandFailed | None = None

@@ -11,6 +11,7 @@ own file gone, and gets LeaseLost.
 Correctness never depends on this (some shared file systems lie about links): see `tasks/store.py`.
 """
 
+import errno
 import json
 import os
 import socket
@@ -21,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tasks.cancel import pause
+from tasks.cancel import Scope
 from tasks.errors import LeaseLost
 
 HEARTBEAT_SECONDS = 5.0
@@ -110,10 +111,10 @@ class Lease:
                 continue  # a hiccup of the file system; the next beat tries again
 
 
-def acquire(folder: Path, name: str, *, on_wait: Callable[[str], None]) -> Lease:
+def acquire(folder: Path, name: str, *, scope: Scope, on_wait: Callable[[str], None]) -> Lease:
     """Wait for the lease `name` and take it; start its heartbeat with `with`.
 
-    `on_wait` gets a line that names the holder, at first and every `REPORT_SECONDS`.
+    `on_wait` gets a line that names the holder, at first and every `REPORT_SECONDS`; `scope` can end the wait.
 
     Raises:
         OSError: the folder cannot be written.
@@ -128,18 +129,21 @@ def acquire(folder: Path, name: str, *, on_wait: Callable[[str], None]) -> Lease
         top = max(numbers, default=0)
         holder = folder / f"{name}.{top}"
         if not numbers or watch.is_gone(holder):
-            if _create(folder, name, top + 1, owner):
-                # Ascending, so that a holder that finds its own file also finds its successor: see Lease.check.
-                for number in sorted(numbers):
-                    (folder / f"{name}.{number}").unlink(missing_ok=True)
-                return Lease(folder / f"{name}.{top + 1}", top + 1, owner)
+            if lease := _take(folder, name, numbers, owner, replaced=watch.judged if numbers else None):
+                return lease
             continue
         now = time.monotonic()
         if now >= next_report:
             next_report = now + REPORT_SECONDS
             on_wait(f"waiting for {name}: {_describe(_read_owner(holder))}")
-        pause(interval)
+        scope.pause(interval)
         interval = min(interval * 1.5, POLL_SECONDS[1])
+
+
+def is_held(path: Path) -> bool:
+    """False when the lease file is gone or its owner is known to be dead."""
+    owner = _read_owner(path)
+    return path.exists() if owner is None else not owner.is_dead()
 
 
 class _Watch:
@@ -148,6 +152,8 @@ class _Watch:
     def __init__(self) -> None:
         self._seen: tuple[str, int, int] | None = None
         self._since = 0.0
+        self.judged: Owner | None = None
+        """The owner that `is_gone` said is gone."""
 
     def is_gone(self, holder: Path) -> bool:
         try:
@@ -157,23 +163,55 @@ class _Watch:
         beat = (holder.name, stat.st_ino, stat.st_mtime_ns)
         if beat != self._seen:
             self._seen, self._since = beat, time.monotonic()
+        self.judged = _read_owner(holder)
         if time.monotonic() - self._since > STALE_SECONDS:
             return True
-        owner = _read_owner(holder)
-        return owner is not None and owner.is_dead()
+        return self.judged is not None and self.judged.is_dead()
+
+
+def _take(folder: Path, name: str, numbers: list[int], owner: Owner, replaced: Owner | None) -> Lease | None:
+    """Create the next lease and clear away the older ones; None when someone else was quicker."""
+    top = max(numbers, default=0)
+    if not _create(folder, name, top + 1, owner):
+        return None
+    path = folder / f"{name}.{top + 1}"
+    if numbers and _read_owner(folder / f"{name}.{top}") != replaced:
+        # Another taker replaced the dead holder, finished and left between our look and our link; the numbers may
+        # have begun anew below ours.
+        path.unlink()
+        return None
+    # Ascending, so that a holder that still finds its own file also finds its successor: see Lease.check.
+    for number in sorted(numbers):
+        (folder / f"{name}.{number}").unlink(missing_ok=True)
+    return Lease(path, top + 1, owner)
 
 
 def _create(folder: Path, name: str, number: int, owner: Owner) -> bool:
     """Create lease `number` with its content in one step; False when someone else was first."""
     draft = folder / f".{owner.uuid}"
     draft.write_text(json.dumps(asdict(owner)))
+    target = folder / f"{name}.{number}"
     try:
-        os.link(draft, folder / f"{name}.{number}")
+        os.link(draft, target)
         return True
     except FileExistsError:
         return False
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        return _create_exclusively(target, draft.read_text())  # a file system without hard links
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _create_exclusively(target: Path, text: str) -> bool:
+    # A reader may see it empty for a moment: an owner that cannot be read is never taken for dead.
+    try:
+        with open(target, "x") as file:
+            file.write(text)
+        return True
+    except FileExistsError:
+        return False
 
 
 def _numbers(folder: Path, name: str) -> list[int]:

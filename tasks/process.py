@@ -10,6 +10,7 @@ Output goes to a file, not a pipe: an orphan cannot hold a pipe open, and a slow
 """
 
 import json
+import logging
 import os
 import re
 import select
@@ -28,9 +29,10 @@ from tasks.tail import LineTail, last_lines
 TAG = "MCAFLOW_TAG"
 PROGRESS = "MCAFLOW_PROGRESS"
 GRACE_SECONDS = 20.0
+_log = logging.getLogger("mcaflow.process")
 _POLL_SECONDS = 0.1
 _CHECK_SECONDS = 1.0
-_SECRET_NAME = re.compile(r"(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|_KEY)$", re.IGNORECASE)
+_SECRET_NAME = re.compile(r"(TOKEN|PASSWORD|PASSWD|SECRET|CREDENTIALS?|AUTH_STRING|_KEY)$", re.IGNORECASE)
 
 
 class CommandFailed(StageFailed):
@@ -72,7 +74,8 @@ def run_command(
         CommandFailed: the command ended with another status than 0.
         Cancelled: `terminate_all` was called.
     """
-    cancel.raise_if_cancelled()
+    if check:
+        check()
     kill_tagged(tag)
     log_path.parent.mkdir(parents=True, exist_ok=True)
     progress_path = log_path.with_suffix(".progress")
@@ -89,26 +92,27 @@ def run_command(
             if (report := _json_object(line)) is not None:
                 on_progress(report)
 
-    process = _start([str(part) for part in argv], child_env, log_path, cwd)
-    try:
-        _wait(process, forward, check)
-        forward()
-    except BaseException:
-        _stop(process, grace)
-        raise
-    finally:
-        # Whatever happened: nothing of this command is left.
-        kill_tagged(tag)
+    with cancel.scope() as scope:
+        process = _start([str(part) for part in argv], child_env, log_path, cwd)
+        try:
+            _wait(process, scope, forward, check)
+            forward()
+        except BaseException:
+            _stop(process, grace)
+            raise
+        finally:
+            # Whatever happened: nothing of this command is left.
+            kill_tagged(tag)
     if process.returncode != 0:
         raise CommandFailed(Path(argv[0]).name, process.returncode, log_path)
 
 
 def terminate_all() -> None:
-    """End every command of this process, in whatever thread, and start no other; they raise Cancelled.
+    """End every command and every stage that this process is running, in whatever thread; they raise Cancelled.
 
-    Holds until `tasks.cancel.resume`. Safe in a signal handler.
+    Returns at once, and is safe in a signal handler; commands get their grace in their own threads.
     """
-    cancel.cancel()
+    cancel.cancel_all()
 
 
 def kill_tagged(tag: str) -> list[int]:
@@ -130,10 +134,20 @@ def kill_tagged(tag: str) -> list[int]:
 
 def redact(text: str) -> str:
     """The text without the values of this process's secret environment variables."""
-    for name, value in os.environ.items():
-        if len(value) >= 8 and _SECRET_NAME.search(name):
-            text = text.replace(value, f"<{name}>")
+    for name, value in _secrets().items():
+        text = text.replace(value, f"<{name}>")
     return text
+
+
+def secret_in(text: str) -> str | None:
+    """Name of an environment variable whose value is a token and stands in the text; None when there is none."""
+    # Shorter or wordier values (MY_KEY=/data/key) also occur by chance.
+    tokens = {name: value for name, value in _secrets().items() if re.fullmatch(r"[\w.~+=-]{16,}", value)}
+    return next((name for name, value in tokens.items() if value in text), None)
+
+
+def _secrets() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if len(value) >= 8 and _SECRET_NAME.search(name)}
 
 
 def _environment(extra: Mapping[str, str], secrets: Sequence[str]) -> dict[str, str]:
@@ -149,7 +163,9 @@ def _start(argv: list[str], env: dict[str, str], log_path: Path, cwd: Path | Non
         )
 
 
-def _wait(process: subprocess.Popen, forward: Callable[[], None], check: Callable[[], None] | None) -> None:
+def _wait(
+    process: subprocess.Popen, scope: cancel.Scope, forward: Callable[[], None], check: Callable[[], None] | None
+) -> None:
     """Block until the process ends; forward its output meanwhile."""
     descriptor = os.pidfd_open(process.pid)
     try:
@@ -157,7 +173,7 @@ def _wait(process: subprocess.Popen, forward: Callable[[], None], check: Callabl
         ended.register(descriptor, select.POLLIN)
         next_check = 0.0
         while not ended.poll(_POLL_SECONDS * 1000):
-            cancel.raise_if_cancelled()
+            scope.check()
             forward()
             if check and time.monotonic() >= next_check:
                 check()
@@ -168,18 +184,20 @@ def _wait(process: subprocess.Popen, forward: Callable[[], None], check: Callabl
 
 
 def _stop(process: subprocess.Popen, grace: float) -> None:
-    """SIGTERM, grace, SIGKILL to the whole tree."""
+    """SIGTERM, grace, SIGKILL to the whole tree. A second interrupt cuts the grace short."""
     try:
         process.send_signal(signal.SIGTERM)
         process.wait(grace)
     except subprocess.TimeoutExpired:
-        process.send_signal(guardian.KILL_ALL)
+        _log.warning("process %d did not end within %g s of SIGTERM; killing it", process.pid, grace)
     finally:
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        if process.poll() is None:
+            process.send_signal(guardian.KILL_ALL)
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 def _json_object(line: str) -> dict[str, Any] | None:

@@ -5,11 +5,12 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.digests import Unsafe, digest_files, payload_files
+from tasks.digests import Unsafe, payload_files
 from tasks.errors import StageFailed
 from tasks.record import RECORD_NAME, ArtifactRecord, FileEntry, dumps
 from tasks.statcache import FolderCache
 from tasks.store import Artifact, ArtifactStore
+from tasks.verify import Damage
 
 
 def seal(staging: Path, cache: FolderCache) -> dict[str, FileEntry]:
@@ -22,16 +23,14 @@ def seal(staging: Path, cache: FolderCache) -> dict[str, FileEntry]:
         names = payload_files(staging)
     except Unsafe as unsafe:
         raise StageFailed(f"the stage's output cannot be published: {unsafe}") from None
-    files = {}
+    # All of these first: by the time of its digest a file is old enough to be remembered by its stat.
     for rel in names:
-        path = staging / rel
-        path.chmod(0o444)
-        _sync(path)
-        size, digest = cache.read(path, rel)
-        files[rel] = FileEntry(size=size, digest=digest)
+        (staging / rel).chmod(0o444)
+        _sync(staging / rel)
     for folder, _, _ in os.walk(staging):
         _sync(Path(folder))
-    return files
+    entries = {rel: cache.read(staging / rel, rel) for rel in names}
+    return {rel: FileEntry(size=size, digest=digest) for rel, (size, digest) in entries.items()}
 
 
 def digest_external(root: Path, names: tuple[str, ...] | None, cache: FolderCache) -> dict[str, FileEntry]:
@@ -43,10 +42,15 @@ def digest_external(root: Path, names: tuple[str, ...] | None, cache: FolderCach
     return files
 
 
-def publish(store: ArtifactStore, staging: Path, record: ArtifactRecord, check: Callable[[], None]) -> Artifact:
-    """Write the record and move the sealed staging folder to its place; adopt the artifact that was there first.
+def publish(
+    store: ArtifactStore, staging: Path, record: ArtifactRecord, check: Callable[[], None], *, replace: bool
+) -> Artifact:
+    """Write the record and move the sealed staging folder to its place.
 
-    `check` raises LeaseLost when this run may no longer publish.
+    An artifact that is there already (of a run that this one does not know of, or before a refresh) is adopted if
+    it is whole, and moved to quarantine otherwise; with `replace` also if its content digest is another.
+
+    `check` raises when this run may no longer publish.
     """
     home = store.location(record.stage, record.key)
     with open(staging / RECORD_NAME, "x") as file:
@@ -56,6 +60,7 @@ def publish(store: ArtifactStore, staging: Path, record: ArtifactRecord, check: 
     (staging / RECORD_NAME).chmod(0o444)
     _sync(staging)
     home.parent.mkdir(exist_ok=True)
+    _sync(store.root)
     while True:
         check()
         try:
@@ -66,15 +71,11 @@ def publish(store: ArtifactStore, staging: Path, record: ArtifactRecord, check: 
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         found = store.inspect(record.stage, record.key)
-        if isinstance(found, Artifact):
+        if isinstance(found, Artifact) and (found.digest == record.digest or not replace):
             return found
         if found is not None:
-            store.quarantine(found)
-
-
-def record_files_digest(files: dict[str, FileEntry], semantic: str | None) -> str:
-    """The semantic digest of the stage, or the one over the files."""
-    return semantic if semantic is not None else digest_files(files)
+            reason = Damage(record.stage, record.key, "", "was replaced by a refresh with other content")
+            store.quarantine(reason if isinstance(found, Artifact) else found)
 
 
 def _sync(path: Path) -> None:

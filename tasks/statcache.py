@@ -21,14 +21,23 @@ from pathlib import Path
 from tasks.canonical import blake3_hex, canonical_json
 from tasks.digests import digest_file
 
-# Coarsest time stamps among the file systems in use (FAT 2 s; NFS and HFS+ 1 s; ext4 about 4 ms).
-RACY_NS = 2 * 10**9
+# How long two changes of a file may have the same time stamp: a tick of the kernel (at most 10 ms) where stamps have
+# a sub-microsecond part, else the coarsest file system in use (FAT: 2 s).
+_FINE_NS = 50 * 10**6
+_COARSE_NS = 2 * 10**9
 
 _log = logging.getLogger("mcaflow.statcache")
 
 
 def _stamp(stat: os.stat_result) -> list[int]:
     return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino, stat.st_dev]
+
+
+def _is_settled(stamp: list[int], at: int) -> bool:
+    """Whether a change at time `at` (ns) or later would show in the time stamps."""
+    _, mtime, ctime, _, _ = stamp
+    window = _FINE_NS if ctime % 1000 else _COARSE_NS
+    return max(mtime, ctime) + window <= at
 
 
 @dataclass
@@ -53,8 +62,7 @@ class FolderCache:
         before = _stamp(os.stat(path))
         digest = digest_file(path)
         after = _stamp(os.stat(path))
-        settled = max(after[1], after[2]) + RACY_NS <= started
-        if before == after and settled:
+        if before == after and _is_settled(after, started):
             self.entries[rel] = [*after, digest]
             self.changed = True
         elif self.entries.pop(rel, None) is not None:

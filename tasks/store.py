@@ -229,14 +229,18 @@ class ArtifactStore:
             )
 
     @contextmanager
-    def guard(self, what: str) -> Iterator[None]:
-        """Turn the file system's refusals into one line for the user; other errors pass."""
+    def guard(self, what: str, *, denials: bool = True) -> Iterator[None]:
+        """Turn the file system's refusals into one line for the user; other errors pass.
+
+        `denials=False` leaves permission errors alone, which a stage may meet outside of the store.
+        """
+        reasons = _FULL | (_DENIED if denials else {})
         try:
             yield
         except OSError as error:
-            if error.errno not in _REFUSALS:
+            if error.errno not in reasons:
                 raise
-            reason = _REFUSALS[error.errno]
+            reason = reasons[error.errno]
             raise StoreError(f"{self.root}: the artifact store {what}: {reason} ({error.strerror})") from error
 
     def _entries(self, stage: str | None) -> Iterator[tuple[str, str]]:
@@ -253,10 +257,12 @@ class ArtifactStore:
 
 _ABSENT = object()
 
-_REFUSALS = {
+_FULL = {
     errno.ENOSPC: "the disk is full; free some space or name a store on another disk (store.path)",
     errno.EDQUOT: "the disk quota is used up; free some space or name a store elsewhere (store.path)",
     errno.EROFS: "the file system is read-only; name a store that can be written (store.path)",
+}
+_DENIED = {
     errno.EACCES: "permission denied; name a store that this user can write (store.path)",
     errno.EPERM: "permission denied; name a store that this user can write (store.path)",
     errno.ENOTDIR: "a part of the path is not a directory; name another folder (store.path)",

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-_AT_MOST = 1 << 20
+_PIECE = 1 << 20
 
 
 class LineTail:
@@ -16,17 +16,20 @@ class LineTail:
     def read(self) -> list[str]:
         """Lines that were completed since the last call. A carriage return (a progress bar) ends a line too."""
         try:
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read(_AT_MOST)
+            file = open(self._path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
             return []
-        self._offset += len(data)
-        *lines, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
-        # A megabyte without a line end is cut: memory stays bounded whatever the child prints.
-        if len(self._rest) > _AT_MOST:
-            lines.append(self._rest)
-            self._rest = b""
+        lines: list[bytes] = []
+        with file:
+            file.seek(self._offset)
+            while data := file.read(_PIECE):
+                self._offset += len(data)
+                *whole, self._rest = (self._rest + data).replace(b"\r", b"\n").split(b"\n")
+                lines += whole
+                # A piece without a line end is cut: memory stays bounded whatever the child prints.
+                if len(self._rest) > _PIECE:
+                    lines.append(self._rest)
+                    self._rest = b""
         return [line.decode("utf-8", errors="replace") for line in lines if line]
 
 

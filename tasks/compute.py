@@ -1,0 +1,115 @@
+"""The inside of `ensure`: with the lease in hand, let a stage produce, and publish what it made."""
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from tasks.canonical import JSON, canonical_json
+from tasks.contract import Produced, Stage, StageContext
+from tasks.digests import digest_files
+from tasks.errors import StageFailed, StoreError
+from tasks.lease import Lease, is_held
+from tasks.process import kill_tagged, secret_in
+from tasks.publish import digest_external, publish, seal
+from tasks.record import ArtifactRecord, FileEntry, InputEntry, finite, producer
+from tasks.report import Reporter
+from tasks.store import Artifact, ArtifactStore
+from tasks.verify import Damage
+
+
+def compute(
+    store: ArtifactStore,
+    stage: Stage,
+    payload: dict[str, JSON],
+    key: str,
+    lease: Lease,
+    check: Callable[[], None],
+    report: Reporter,
+    *,
+    replace: bool,
+) -> Artifact:
+    """Produce and publish the artifact of `key`.
+
+    `check` raises when this run may go on no longer: cancelled, or the lease lost. The work folder stays unless the
+    artifact was published. `replace` is for a refresh, see `publish`.
+    """
+    _verify_inputs(store, stage)
+    store.require_space(stage.space_needed(), f"stage {stage.name}")
+    tag = store.tag(stage.name, key)
+    kill_tagged(tag)
+    staging, work = _folders(store, stage, key, lease)
+    context = StageContext(staging, work, report, store, tag, check)
+    began, clock = time.time(), time.monotonic()
+    try:
+        with store.guard("cannot be written", denials=False):
+            produced = stage.produce(context)
+        check()
+        cache = store.statcache.folder(produced.external or store.location(stage.name, key))
+        if produced.external is None:
+            files = seal(staging, cache)
+        else:
+            files = digest_external(produced.external, produced.external_files, cache)
+        record = _record(stage, key, payload, produced, files, began, time.monotonic() - clock)
+        artifact = publish(store, staging, record, check, replace=replace)
+        cache.save()
+    except StageFailed:
+        report.warning(f"{stage.name} failed; logs and work folder are kept in {work}")
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)
+    return artifact
+
+
+def _verify_inputs(store: ArtifactStore, stage: Stage) -> None:
+    """Raise StoreError unless every input artifact is there with the bytes that its digest stands for."""
+    for role, entry in stage.inputs().items():
+        found = store.inspect(entry.stage, entry.key, at=entry.path)
+        if found is None:
+            raise StoreError(f"{stage.name}: input {role} ({entry.stage}/{entry.key}) is not in the store; run again")
+        if isinstance(found, Damage):
+            raise StoreError(f"{stage.name}: input {role} is damaged: {found}; run again to compute it anew")
+
+
+def _folders(store: ArtifactStore, stage: Stage, key: str, lease: Lease) -> tuple[Path, Path]:
+    """An empty staging folder and the work folder of this key; what dead runs left in staging goes."""
+    store.staging.mkdir(exist_ok=True)
+    for leftover in store.staging.iterdir():
+        holder = leftover.name.rpartition(".")[0]  # <stage>-<key>.<lease number>.<random>
+        # One whose lease was taken over goes even if its run is alive: it can no longer publish then.
+        if not leftover.name.startswith(".") and (holder == lease.path.name or not is_held(store.leases / holder)):
+            shutil.rmtree(leftover, ignore_errors=True)
+    staging = store.staging / f"{lease.path.name}.{uuid.uuid4().hex[:8]}"
+    staging.mkdir()
+    work = store.work(stage.name, key)
+    work.mkdir(parents=True, exist_ok=True)
+    return staging, work
+
+
+def _record(
+    stage: Stage,
+    key: str,
+    payload: dict[str, JSON],
+    produced: Produced,
+    files: dict[str, FileEntry],
+    began: float,
+    seconds: float,
+) -> ArtifactRecord:
+    stats = finite(produced.stats)
+    if secret := secret_in(canonical_json([payload, stats])):
+        raise StageFailed(f"{stage.name}: the value of {secret} would be in the record; pass it by environment only")
+    return ArtifactRecord(
+        stage=stage.name,
+        version=stage.version,
+        key=key,
+        payload=payload,
+        digest=produced.digest if produced.digest is not None else digest_files(files),
+        parts=produced.parts,
+        files=files,
+        external=str(produced.external) if produced.external else None,
+        inputs={role: InputEntry(digest=i.digest, stage=i.stage, key=i.key) for role, i in stage.inputs().items()},
+        producer=producer(began, seconds),
+        stats=stats,
+    )
