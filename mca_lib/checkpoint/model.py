@@ -1,0 +1,134 @@
+"""Model weights as a torch_dist checkpoint: saved from any layout, loaded at any layout.
+
+What is stored does not depend on the layout: the padding of the vocabulary is stripped on save and zero after a load,
+and nothing but weights is kept. Loading fills the parameters in place, casts to their dtype, and proves that it
+reached every element.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+
+from mca_lib.checkpoint.reader import CheckpointReader
+from mca_lib.converter.plan import entries
+from mca_lib.errors import CheckpointError
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.naming import checkpoint_parameters, stacked_key
+
+if TYPE_CHECKING:
+    from mca_lib.models.gpt import McaGPTModel
+
+WEIGHTS_FOLDER = "model"
+"""Folder of the torch_dist checkpoint within an MCA checkpoint directory."""
+
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+def save_model(models: list["McaGPTModel"], directory: str | Path) -> None:
+    """Write the weights into `directory`, which must be new or empty; collective over all ranks."""
+    directory = Path(directory)
+    if dist.get_rank() == 0:
+        directory.mkdir(parents=True, exist_ok=True)
+        if any(directory.iterdir()):
+            raise CheckpointError(f"{directory}: not empty; a checkpoint is written into a new directory")
+    dist.barrier()
+    tensors = _sharded_tensors(models)
+    vocab_size = models[0].mca_config.vocab_size
+    stripped = {k: t for k, v in tensors.items() if (t := _without_padding(v, vocab_size)) is not None}
+    dist_checkpointing.save(stripped, str(directory))
+
+
+@torch.no_grad()
+def load_model(models: list["McaGPTModel"], directory: str | Path) -> None:
+    """Fill the parameters of this rank's model chunks; collective over all ranks.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole, is of another model, or left an element unset.
+    """
+    verify_model(directory, models[0].mca_config)
+    for model in models:
+        for parameter in model.parameters():
+            parameter.fill_(float("nan"))
+    tensors = _sharded_tensors(models)
+    # Built here, not by `load`: that would merge the halves of every gated MLP into copies of the weights, and the
+    # shards are views of the parameters already.
+    apply_factories(tensors)
+    dist_checkpointing.load(tensors, str(directory))
+    for model in models:
+        for name, parameter in checkpoint_parameters(model):
+            if parameter.isnan().any():
+                raise CheckpointError(f"{directory}: {name} holds NaN or was not loaded in full")
+
+
+def verify_model(directory: str | Path, config: McaModelConfig) -> CheckpointReader:
+    """Check names, shapes and file sizes against the config, without reading weights; returns the open checkpoint.
+
+    Raises:
+        CheckpointError: lists what is missing, unexpected or of another shape.
+    """
+    reader = CheckpointReader(directory)
+    expected = expected_shapes(config)
+    found = {key: tuple(meta.size) for key, meta in reader.stored.items()}
+    problems = [f"{k} is missing" for k in expected if k not in found]
+    problems += [f"{k} is not part of the model" for k in found if k not in expected]
+    problems += [
+        f"{k} has shape {list(found[k])}, expected {list(s)}" for k, s in expected.items() if found.get(k, s) != s
+    ]
+    if problems:
+        raise CheckpointError(f"{directory}: of another model: {'; '.join(problems[:8])} ({len(problems)} in all)")
+    return reader
+
+
+def expected_shapes(config: McaModelConfig) -> dict[str, tuple[int, ...]]:
+    """Stored name → shape, for a model of this config; layers are stacked on a leading axis."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for entry in entries(config):
+        key, layer = stacked_key(entry.mca)
+        shape = entry.mapping.local_shape(config, 0, 1)
+        shapes[key] = shape if layer is None else (config.num_layers, *shape)
+    return shapes
+
+
+def _sharded_tensors(models: list["McaGPTModel"]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+    """The chunks' tensors as Megatron describes them, without the objects that only quantized training needs."""
+    return {
+        f"{chunk}.{name}": value
+        for chunk, model in enumerate(models)
+        for name, value in _flat(model.sharded_state_dict())
+        if isinstance(value, ShardedTensor | ShardedTensorFactory)
+    }
+
+
+def _flat(tree: object, path: str = "") -> Iterator[tuple[str, object]]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _flat(value, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, tree
+
+
+def _without_padding(
+    tensor: ShardedTensor | ShardedTensorFactory, vocab_size: int
+) -> ShardedTensor | ShardedTensorFactory | None:
+    """The shard without rows beyond the vocabulary; None when nothing is left of it."""
+    if tensor.key not in _VOCABULARY or not isinstance(tensor, ShardedTensor):
+        return tensor
+    if tensor.global_shape[0] == vocab_size:
+        return tensor
+    rows = min(tensor.local_shape[0], vocab_size - tensor.global_offset[0])
+    if rows <= 0:
+        return None
+    data = tensor.data[:rows]
+    return replace(
+        tensor,
+        data=data,
+        local_shape=tuple(data.shape),
+        global_shape=(vocab_size, *tensor.global_shape[1:]),
+        axis_fragmentations=None,  # the shares are no longer equal
+    )

@@ -1,0 +1,97 @@
+"""Directories that are whole or absent: staged, digested, recorded, renamed.
+
+    .staging-*      being written; never read, removed by the next run
+    NAME/           whole: its record, written last, names every file with size and BLAKE3
+    .replaced-*     the former NAME, for the moment between two renames
+
+A crash at any instant leaves either the old state or the new one. A directory whose bytes differ from its record is
+damaged, and nobody may read it.
+"""
+
+import json
+import os
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+RECORD_NAME = ".record.json"
+STAGING_PREFIX = ".staging-"
+
+
+def new_staging(parent: Path) -> Path:
+    """A fresh directory next to where the sealed one will be."""
+    staging = parent / f"{STAGING_PREFIX}{uuid.uuid4().hex[:12]}"
+    staging.mkdir(parents=True)
+    return staging
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove what interrupted writers left behind. Only when no writer is at work."""
+    for pattern in (f"{STAGING_PREFIX}*", ".replaced-*"):
+        for path in parent.glob(pattern):
+            shutil.rmtree(path)
+
+
+def seal(staging: Path, target: Path, meta: dict[str, Any]) -> None:
+    """Record and fsync everything in `staging`, then give it its name. An existing `target` is replaced."""
+    files = {}
+    for path in sorted(p for p in staging.rglob("*") if p.is_file()):
+        files[path.relative_to(staging).as_posix()] = {"size": path.stat().st_size, "blake3": file_digest(path)}
+        _fsync(path)
+    record = staging / RECORD_NAME
+    record.write_text(json.dumps({**meta, "files": files}, indent=1))
+    _fsync(record)
+    for directory in [*(p for p in staging.rglob("*") if p.is_dir()), staging]:
+        _fsync(directory)
+    move_into_place(staging, target)
+
+
+def move_into_place(staging: Path, target: Path) -> None:
+    """Rename `staging` to `target`, replacing what is there, durably."""
+    replaced = target.parent / f".replaced-{uuid.uuid4().hex[:12]}"
+    if target.exists():
+        target.rename(replaced)
+    staging.rename(target)
+    _fsync(target.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def read_record(directory: Path) -> dict[str, Any] | None:
+    """The record of a sealed directory; None when there is none that can be read."""
+    try:
+        return json.loads((directory / RECORD_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def find_damage(directory: Path) -> str | None:
+    """What is wrong with a sealed directory, in one line; None when every byte is as recorded."""
+    record = read_record(directory)
+    if record is None:
+        return f"{RECORD_NAME} is missing or unreadable"
+    for name, expected in record["files"].items():
+        path = directory / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["size"]:
+            return f"{name} has {path.stat().st_size} bytes instead of {expected['size']}"
+        if file_digest(path) != expected["blake3"]:
+            return f"{name} has other bytes than recorded"
+    return None
+
+
+def file_digest(path: Path) -> str:
+    """BLAKE3 of a file, memory-mapped."""
+    return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

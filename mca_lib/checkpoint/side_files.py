@@ -1,0 +1,48 @@
+"""Files that travel with the weights so that a checkpoint is self-sufficient: tokenizer, template, generation."""
+
+import shutil
+from pathlib import Path
+
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "chat_template*",
+    "additional_chat_templates/*",
+)
+"""Glob patterns."""
+
+GENERATION_CONFIG = "generation_config.json"
+LICENCES = ("LICENSE*", "NOTICE*", "USE_POLICY*")
+
+
+def tokenizer_files(directory: Path) -> list[Path]:
+    """The tokenizer's files and chat templates, relative to the directory, sorted."""
+    return _found(directory, TOKENIZER_FILES)
+
+
+def side_files(directory: Path) -> list[Path]:
+    """All files that travel with the weights, relative to the directory, sorted."""
+    return _found(directory, (*TOKENIZER_FILES, GENERATION_CONFIG, *LICENCES))
+
+
+def copy_side_files(source: str | Path, destination: str | Path) -> list[str]:
+    """Copy them, overwriting; returns their names."""
+    source, destination = Path(source), Path(destination)
+    names = side_files(source)
+    for name in names:
+        target = destination / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target)
+    return [str(n) for n in names]
+
+
+def _found(directory: Path, patterns: tuple[str, ...]) -> list[Path]:
+    found = {p.relative_to(directory) for pattern in patterns for p in directory.glob(pattern) if p.is_file()}
+    return sorted(found)

@@ -1,0 +1,185 @@
+"""Checkpoints to resume training from: `checkpoint-N/` in the output directory.
+
+    checkpoint-N/state/          torch_dist: model and optimizer, loads at any parallel layout
+    checkpoint-N/rng_R.pt        random states of rank R; used at the same layout only
+    checkpoint-N/trainer.json    step, counters, and what the run was about
+    checkpoint-N/.record.json    written last (see `sealed`)
+
+At the same layout a resumed run continues bit for bit. At another one it continues from the same weights, moments
+and rows, with reseeded random states.
+"""
+
+import json
+import logging
+import random
+import shutil
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from mca_lib.checkpoint.sealed import find_damage, new_staging, remove_leftovers, seal
+from mca_lib.errors import CheckpointError
+from mca_lib.parallel import seed_rank
+from mca_lib.trainers.engine import Engine
+
+PREFIX = "checkpoint-"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What a checkpoint says beside its tensors."""
+
+    step: int
+    totals: dict[str, Any]
+    run: dict[str, Any]
+    """What the run is about: a checkpoint of another run must not be resumed."""
+    layout: dict[str, int]
+
+
+def save_checkpoint(output_dir: Path, engine: Engine, state: TrainerState, keep: int | None) -> Path:
+    """Write `checkpoint-<step>` and remove all but the newest `keep`; all ranks take part."""
+    target = output_dir / f"{PREFIX}{state.step}"
+    staging = Path(_from_rank_0(lambda: str(new_staging(output_dir))))
+    (staging / "state").mkdir(exist_ok=True)
+    dist.barrier()
+    dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(staging / "state"))
+    torch.save(_rng_state(), staging / f"rng_{dist.get_rank()}.pt")
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (staging / "trainer.json").write_text(json.dumps(vars(state), indent=1))
+        seal(staging, target, {"step": state.step})
+        _rotate(output_dir, keep)
+    dist.barrier()
+    return target
+
+
+def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
+    """The newest whole checkpoint of this run, the same on every rank.
+
+    Damaged ones are set aside with a warning, under a name that nothing resumes from.
+
+    Raises:
+        CheckpointError: the newest whole checkpoint belongs to a run with other settings.
+    """
+
+    def search() -> str | None:
+        remove_leftovers(output_dir)
+        for path in reversed(_checkpoints(output_dir)):
+            if damage := find_damage(path):
+                log.warning("%s cannot be resumed from: %s; trying the one before", path, damage)
+                path.rename(path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}"))
+                continue
+            _check_run(path, run)
+            return str(path)
+        return None
+
+    found = _from_rank_0(search)
+    return Path(found) if found else None
+
+
+def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
+    """Put weights, moments, schedule and random states back; all ranks take part."""
+    state = TrainerState(**json.loads((path / "trainer.json").read_text()))
+    loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(path / "state"))
+    for index, chunk in enumerate(engine.bare_chunks):
+        chunk.load_state_dict(loaded[f"model{index}"])
+    # Megatron 0.19.2 copies into leaf parameters there without no_grad of its own.
+    with torch.no_grad():
+        engine.optimizer.load_state_dict(loaded["optimizer"])
+    engine.scheduler.step(increment=state.step)
+    if state.layout == layout(engine):
+        _restore_rng(torch.load(path / f"rng_{dist.get_rank()}.pt", weights_only=False))
+    else:
+        seed_rank(seed + state.step)
+    return state
+
+
+def layout(engine: Engine) -> dict[str, int]:
+    """The parallel sizes; two runs of one layout compute the same bits."""
+    return {
+        "world": dist.get_world_size(),
+        "tensor": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
+        "chunks": len(engine.chunks),
+        "context": parallel_state.get_context_parallel_world_size(),
+    }
+
+
+def _sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+    }
+    state: dict[str, Any] = {
+        f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(engine.bare_chunks)
+    }
+    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    return state
+
+
+def _checkpoints(output_dir: Path) -> list[Path]:
+    """Checkpoint directories, oldest first."""
+    found = [p for p in output_dir.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
+    return sorted(found, key=lambda p: int(p.name.removeprefix(PREFIX)))
+
+
+def _rotate(output_dir: Path, keep: int | None) -> None:
+    """Keep the newest `keep` whole checkpoints; the one just written is whole."""
+    for path in _checkpoints(output_dir)[: -keep if keep else 0]:
+        shutil.rmtree(path)
+
+
+def _check_run(path: Path, run: dict[str, Any]) -> None:
+    saved = json.loads((path / "trainer.json").read_text())["run"]
+    for name, value in run.items():
+        if saved.get(name) != value:
+            raise CheckpointError(
+                f"{path} was made with {name}={saved.get(name)!r}, this run has {value!r}: "
+                "use another output_dir, or remove the checkpoint"
+            )
+
+
+def _rng_state() -> dict[str, Any]:
+    state = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tracker"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _from_rank_0(compute: Callable[[], str | None]) -> str | None:
+    """Rank 0's value on every rank; its CheckpointError too, so that all ranks end with the same message."""
+    box: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            box[0] = compute()
+        except CheckpointError as error:
+            box[1] = str(error)
+    dist.broadcast_object_list(box, src=0)
+    if box[1] is not None:
+        raise CheckpointError(box[1])
+    return box[0]

@@ -1,0 +1,111 @@
+"""`ModelConverter`: carries a plan out, tensor by tensor, in both directions.
+
+It is bound to one config and holds no other state. Peak memory beyond the model is one fused tensor.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from mca_lib.converter.hf_source import HfSource
+from mca_lib.converter.plan import EMBEDDING, Entry, Plan, TensorInfo, entries, make_plan
+from mca_lib.errors import ModelError
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.naming import checkpoint_parameters
+
+if TYPE_CHECKING:
+    from mca_lib.models.gpt import McaGPTModel
+
+Progress = Callable[..., None]
+
+
+class MegatronTensors(Protocol):
+    """Whole tensors of a Megatron model by their name in the checkpoint."""
+
+    def read(self, name: str) -> torch.Tensor: ...
+
+
+def no_progress(done: int, total: int, **metrics: object) -> None:
+    """Reports nothing."""
+
+
+class ModelConverter:
+    """Hugging Face ⇄ Megatron for the model that `config` describes.
+
+    Args:
+        tensor_rank, tensor_size: this rank's place in the tensor parallel group.
+    """
+
+    def __init__(self, config: McaModelConfig, tensor_rank: int = 0, tensor_size: int = 1) -> None:
+        self.config = config
+        self.tensor_rank = tensor_rank
+        self.tensor_size = tensor_size
+
+    def plan(self, source: Mapping[str, TensorInfo]) -> Plan:
+        """Raises ModelError listing the names that do not fit; reads no weights."""
+        return make_plan(self.config, source)
+
+    def check_targets(self, models: Iterable["McaGPTModel"], plan: Plan) -> None:
+        """Raises ModelError when a parameter of the model has no entry in the plan, or another shape than it."""
+        targets = plan.by_target()
+        for model in models:
+            for name, parameter in checkpoint_parameters(model):
+                if name not in targets:
+                    raise ModelError(f"the weight table of {self.config.model_type} has no row for {name}")
+                expected = targets[name].mapping.local_shape(self.config, self.tensor_rank, self.tensor_size)
+                if tuple(parameter.shape) != expected:
+                    raise ModelError(f"{name}: the model has shape {list(parameter.shape)}, the table {list(expected)}")
+
+    @torch.no_grad()
+    def load(
+        self,
+        models: Iterable["McaGPTModel"],
+        source: HfSource,
+        plan: Plan | None = None,
+        *,
+        keep_dtype: bool = False,
+        progress: Progress = no_progress,
+    ) -> None:
+        """Fill every parameter of the model chunks from the slices that this rank owns.
+
+        Args:
+            keep_dtype: parameters take the source's dtypes; else values are cast to the parameters' own.
+
+        Raises:
+            ModelError: the plan does not hold; nothing has been read then.
+        """
+        models = list(models)
+        plan = plan or self.plan(source.tensors)
+        self.check_targets(models, plan)
+        targets = plan.by_target()
+        parameters = [pair for model in models for pair in checkpoint_parameters(model)]
+        for done, (name, parameter) in enumerate(parameters):
+            value = self._read(targets[name], source, plan)
+            if keep_dtype:
+                parameter.data = value.to(parameter.device)
+            else:
+                parameter.copy_(value)
+            progress(done + 1, len(parameters))
+
+    def to_hf(self, tensors: MegatronTensors, dtypes: Mapping[str, torch.dtype]) -> Iterable[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor) one by one, cast to `dtypes`; needs the whole model's tensors."""
+        for entry in entries(self.config):
+            values = entry.mapping.to_hf(tensors.read(entry.mca), self.config)
+            for name, value in zip(entry.hf, values, strict=True):
+                yield name, value.to(dtypes[name])
+
+    def _read(self, entry: Entry, source: HfSource, plan: Plan) -> torch.Tensor:
+        value = self._slices(entry.hf, entry, source)
+        if plan.redundant_head and entry.hf == (EMBEDDING,):
+            head = self._slices((plan.redundant_head,), entry, source)
+            if not torch.equal(value, head.to(value.dtype)):
+                raise ModelError(
+                    f"tie_word_embeddings is true, but {plan.redundant_head} differs from {EMBEDDING}; "
+                    "set it to false in config.json or remove the tensor"
+                )
+        return value
+
+    def _slices(self, names: tuple[str, ...], entry: Entry, source: HfSource) -> torch.Tensor:
+        parts = [source.slice(name) for name in names]
+        return entry.mapping.to_mca(parts, self.config, self.tensor_rank, self.tensor_size)

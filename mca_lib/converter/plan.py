@@ -1,0 +1,121 @@
+"""The plan of a conversion: every target tensor × its source tensors, checked before a byte of weights is read.
+
+It is made of names, shapes and dtypes alone (a 70B model takes milliseconds) and refuses what would otherwise surface
+as a wrong model: a source tensor that nothing uses, a target that nothing fills, a tensor used twice, a wrong shape.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from mca_lib.converter import mappings
+from mca_lib.errors import ModelError
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.families.base import Family
+from mca_lib.models.registry import family_of
+
+LISTED = 8
+"""Names that an error lists before it only counts."""
+
+FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+
+EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file's header says of a tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name without `torch.`"""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the Megatron model and the Hugging Face tensors that make it."""
+
+    mapping: mappings.Mapping
+    mca: str
+    hf: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `ModelConverter` carries out."""
+
+    entries: tuple[Entry, ...]
+    dtype: str
+    """Dtype of most of the weights."""
+    dtype_exceptions: dict[str, str]
+    """Hugging Face name → dtype, where it is another."""
+    redundant_head: str | None = None
+    """A stored output layer in a tied model: must equal the embedding."""
+
+    def by_target(self) -> dict[str, Entry]:
+        return {e.mca: e for e in self.entries}
+
+    def config(self, config: McaModelConfig) -> McaModelConfig:
+        """The config, with the dtypes that the source really has."""
+        return replace(config, source_dtype=self.dtype, source_dtype_exceptions=self.dtype_exceptions)
+
+
+def entries(config: McaModelConfig, family: Family | None = None) -> Iterator[Entry]:
+    """The weight table of the model's family, with the layers written out."""
+    for mapping in (family or family_of(config.model_type)).mappings(config):
+        for layer in range(config.num_layers) if mapping.per_layer else (None,):
+            yield Entry(
+                mapping,
+                mapping.mca.format(layer=layer),
+                tuple(name.format(layer=layer) for name in mapping.hf),
+            )
+
+
+def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: Family | None = None) -> Plan:
+    """Match the family's table with the tensors that a Hugging Face directory holds.
+
+    Raises:
+        ModelError: something is missing, unused, used twice, mis-shaped or of an unusable dtype; lists the names.
+    """
+    family = family or family_of(config.model_type)
+    planned = tuple(entries(config, family))
+    problems: dict[str, list[str]] = defaultdict(list)
+    for name, count in Counter(e.mca for e in planned).items():
+        if count > 1:
+            problems["filled twice"].append(name)
+    for name, count in Counter(n for e in planned for n in e.hf).items():
+        if count > 1:
+            problems["used twice"].append(name)
+    by_row: dict[str, set[str]] = defaultdict(set)
+    for entry in planned:
+        for name, shape in zip(entry.hf, entry.mapping.hf_shapes(config), strict=True):
+            if name not in source:
+                problems["missing"].append(name)
+                continue
+            found = source[name]
+            by_row[entry.mapping.mca].add(found.dtype)
+            if found.shape != shape:
+                problems["of the wrong shape"].append(f"{name} {list(found.shape)}, expected {list(shape)}")
+            if found.dtype not in FLOAT_DTYPES:
+                problems["of an unsupported dtype"].append(f"{name} ({found.dtype})")
+    problems["of mixed dtypes across one fused or stacked tensor"] += [r for r, d in by_row.items() if len(d) > 1]
+    unused = set(source) - {n for e in planned for n in e.hf}
+    unused -= {n for n in unused if any(re.fullmatch(p, n) for p in family.ignored_weights)}
+    redundant = _HEAD if config.tie_word_embeddings and _HEAD in unused else None
+    problems["not used by the model"] += sorted(unused - {redundant})
+    _raise(config, problems)
+    dtypes = {n: source[n].dtype for e in planned for n in e.hf}
+    common = Counter(dtypes.values()).most_common(1)[0][0]
+    return Plan(planned, common, {n: d for n, d in dtypes.items() if d != common}, redundant)
+
+
+def _raise(config: McaModelConfig, problems: dict[str, list[str]]) -> None:
+    found = [f"{what}: {_listed(names)}" for what, names in problems.items() if names]
+    if found:
+        raise ModelError(f"the weights do not fit a {config.model_type} model of this config; " + "; ".join(found))
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more

@@ -1,0 +1,250 @@
+"""`VirtualModels`: the model chunks that one rank holds; `PretrainedModel`: making them from a directory.
+
+A rank holds one chunk, or with an interleaved pipeline schedule several. `VirtualModels` is that list and the
+operations that concern all of them: state dicts, saving, exporting.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from mca_lib.checkpoint.model import WEIGHTS_FOLDER, load_model, save_model
+from mca_lib.checkpoint.side_files import copy_side_files
+from mca_lib.converter.hf_source import HfSource
+from mca_lib.converter.model_converter import ModelConverter
+from mca_lib.errors import ModelError
+from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
+from mca_lib.models.naming import checkpoint_parameters
+from mca_lib.models.packing import document_bounds, zigzag_index
+from mca_lib.models.transformer_config import transformer_config
+
+
+class VirtualModels:
+    """This rank's model chunks, in the order of the pipeline."""
+
+    def __init__(
+        self,
+        cls: type["PretrainedModel"],
+        mca_config: McaModelConfig,
+        config: TransformerConfig,
+        source: Path | None = None,
+    ) -> None:
+        chunks = config.virtual_pipeline_model_parallel_size
+        self.mca_config = mca_config
+        self.config = config
+        """Megatron's config, one object shared by all chunks."""
+        self.source = source
+        """Directory that the model came from: tokenizer and generation config are copied from it."""
+        self.models = [cls(mca_config, config, vp_stage=i if chunks else None) for i in range(chunks or 1)]
+
+    def __len__(self) -> int:
+        return len(self.models)
+
+    def __getitem__(self, index: int) -> "PretrainedModel":
+        return self.models[index]
+
+    def __iter__(self) -> Iterator["PretrainedModel"]:
+        return iter(self.models)
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Of all chunks."""
+        for model in self.models:
+            yield from model.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Of all chunks, under their names in the checkpoint."""
+        for model in self.models:
+            yield from checkpoint_parameters(model)
+
+    def num_parameters(self) -> int:
+        """Elements that this rank holds."""
+        return sum(p.numel() for p in self.parameters())
+
+    def train(self, mode: bool = True) -> Self:
+        for model in self.models:
+            model.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        return self.train(False)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{"model": ...}, or {"model0": ..., "model1": ...} for several chunks: Megatron's convention."""
+        return {key: m.state_dict() for key, m in zip(self._keys(), self.models, strict=True)}
+
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Inverse of `state_dict`."""
+        for key, model in zip(self._keys(), self.models, strict=True):
+            model.load_state_dict(state_dict[key], strict=strict)
+
+    def sharded_state_dict(self, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Megatron's description of the state, for checkpoints of a training run; the vocabulary is padded in it.
+
+        The model alone is written by `save_pretrained`, without padding.
+        """
+        return {key: m.sharded_state_dict(metadata=metadata) for key, m in zip(self._keys(), self.models, strict=True)}
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write an MCA checkpoint directory, without the vocabulary's padding; collective over all ranks.
+
+        The config comes last: a directory without it is no checkpoint.
+        """
+        directory = Path(directory)
+        save_model(self.models, directory / WEIGHTS_FOLDER)
+        if dist.get_rank() == 0:
+            if self.source is not None:
+                copy_side_files(self.source, directory)
+            self.mca_config.save_pretrained(directory)
+        dist.barrier()
+
+    def save_pretrained_as_hf(self, directory: str | Path, *, dtype: str = "auto", max_shard_size: str = "5GB") -> None:
+        """Write a Hugging Face directory; collective over all ranks. See `mca_lib.converter.export.export_hf`.
+
+        Goes through a torch_dist checkpoint beside it, so that no rank gathers more than one tensor.
+        """
+        from mca_lib.converter.export import export_hf
+
+        directory = Path(directory)
+        passage = directory / ".mca"
+        self.save_pretrained(passage)
+        failure: list[BaseException | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                export_hf(passage, directory, dtype=dtype, max_shard_size=max_shard_size)
+            except Exception as e:
+                failure = [e]
+            shutil.rmtree(passage)
+        dist.broadcast_object_list(failure, src=0)  # or the other ranks would wait for a rank that has failed
+        if failure[0] is not None:
+            raise failure[0]
+
+    def get_batch_on_this_cp_rank(
+        self, batch: dict[str, Any], packed_seq_params: PackedSeqParams | None = None
+    ) -> dict[str, Any]:
+        """See `PretrainedModel.get_batch_on_this_cp_rank`."""
+        return self.models[0].get_batch_on_this_cp_rank(batch, packed_seq_params)
+
+    def _keys(self) -> list[str]:
+        return ["model"] if len(self.models) == 1 else [f"model{i}" for i in range(len(self.models))]
+
+
+class PretrainedModel(MegatronModule):
+    """What every model class of this package can do; mixed into a model class of Megatron."""
+
+    config_class = McaModelConfig
+    mca_config: McaModelConfig
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        directory: str | Path,
+        args: object | None = None,
+        *,
+        use_cpu_initialization: bool | None = None,
+        tokenizer: Any | None = None,
+    ) -> VirtualModels:
+        """The model of an MCA checkpoint directory or of a Hugging Face one, at the layout of `args`.
+
+        Each rank reads only what it owns; weights are cast to the dtype that `args` ask for. Collective.
+
+        Args:
+            args: see `transformer_config`.
+            tokenizer: checked against the size of the vocabulary.
+
+        Raises:
+            ModelError, CheckpointError: the directory is unsupported, incomplete or inconsistent.
+            ConfigError: the model cannot be laid out as `args` ask.
+        """
+        _require_model_parallel()
+        directory = Path(directory)
+        mca_config = cls.config_class.from_pretrained(directory)
+        _check_tokenizer(tokenizer, mca_config)
+        if is_mca_checkpoint(directory):
+            models = cls._empty(mca_config, args, use_cpu_initialization, directory)
+            load_model(models.models, directory / WEIGHTS_FOLDER)
+            return models
+        converter = ModelConverter(
+            mca_config,
+            parallel_state.get_tensor_model_parallel_rank(),
+            parallel_state.get_tensor_model_parallel_world_size(),
+        )
+        with HfSource(directory) as source:
+            plan = converter.plan(source.tensors)
+            models = cls._empty(plan.config(mca_config), args, use_cpu_initialization, directory)
+            converter.load(models, source, plan)
+        return models
+
+    @classmethod
+    def from_config(
+        cls, mca_config: McaModelConfig, args: object | None = None, *, use_cpu_initialization: bool | None = None
+    ) -> VirtualModels:
+        """A model with random weights, the same at every layout when made on the CPU."""
+        _require_model_parallel()
+        models = VirtualModels(
+            cls, mca_config, transformer_config(mca_config, args, use_cpu_initialization=use_cpu_initialization)
+        )
+        for model in models:
+            _zero_padding(model)
+        return models
+
+    @classmethod
+    def _empty(
+        cls, mca_config: McaModelConfig, args: object | None, use_cpu_initialization: bool | None, source: Path
+    ) -> VirtualModels:
+        config = transformer_config(
+            mca_config, args, use_cpu_initialization=use_cpu_initialization, perform_initialization=False
+        )
+        return VirtualModels(cls, mca_config, config, source)
+
+    def get_batch_on_this_cp_rank(
+        self, batch: dict[str, Any], packed_seq_params: PackedSeqParams | None = None
+    ) -> dict[str, Any]:
+        """This context parallel rank's tokens of every [B, T] tensor of `batch`; the rest passes through.
+
+        Raises DataError when a sequence or packed document does not divide by twice the context parallel size.
+        """
+        ranks = self.config.context_parallel_size
+        if ranks == 1:
+            return batch
+        length = max(v.shape[1] for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim == 2)
+        bounds = [0, length] if packed_seq_params is None else document_bounds(packed_seq_params)
+        if bounds[-1] < length:
+            bounds.append(length)  # trailing padding, as in `packing.cover_row`
+        index = zigzag_index(bounds, ranks)[parallel_state.get_context_parallel_rank()]
+        return {
+            k: v.index_select(1, index.to(v.device))
+            if isinstance(v, torch.Tensor) and v.ndim == 2 and v.shape[1] == length
+            else v
+            for k, v in batch.items()
+        }
+
+
+def _require_model_parallel() -> None:
+    if not parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("call mca_lib.parallel.initialize_model_parallel(args) before making a model")
+
+
+def _check_tokenizer(tokenizer: Any | None, config: McaModelConfig) -> None:
+    if tokenizer is not None and (highest := max(tokenizer.get_vocab().values(), default=0)) >= config.vocab_size:
+        raise ModelError(
+            f"the tokenizer has ids up to {highest}, the model's vocabulary ends at {config.vocab_size - 1}; "
+            f"use the model's own tokenizer, or one of a {CONFIG_NAME} with a larger vocabulary"
+        )
+
+
+@torch.no_grad()
+def _zero_padding(model: Any) -> None:
+    """Padding rows are never looked up and never predicted; zero makes them the same at every layout."""
+    if not model.padding_rows:
+        return
+    for name, parameter in checkpoint_parameters(model):
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            parameter[-model.padding_rows :] = 0
