@@ -1,0 +1,20 @@
+"""The recipes that the project ships."""
+
+from pathlib import Path
+
+from flows.recipe import load_recipe
+
+RECIPES = Path(__file__).parents[2] / "deployments" / "recipes"
+
+
+def test_demo_reads_what_make_demo_writes():
+    """`make demo` calls `python -m mca_lib.demo_assets .mcaflow/demo`."""
+    demo = load_recipe(RECIPES / "demo.yaml")
+    assert "DEMO := .mcaflow/demo\n" in (RECIPES.parents[1] / "Makefile").read_text()
+    assert demo.model.name_or_path == ".mcaflow/demo/model"
+    assert demo.dataset.files == [".mcaflow/demo/data.json"]
+
+
+def test_smollm2_takes_its_data_file_from_the_command_line():
+    recipe = load_recipe(RECIPES / "smollm2-sft.yaml", ["dataset.files=[mine.json]"])
+    assert recipe.dataset.files == ["mine.json"]

@@ -1,0 +1,57 @@
+"""The demonstration's assets: the same on every run, and a task that can be learned rather than looked up."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from mca_lib.demo_rows import make_rows
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> list[Path]:
+    """Two folders, each filled by a process of its own."""
+    parent = tmp_path_factory.mktemp("demo")
+    for name in ("one", "two"):
+        subprocess.run([sys.executable, "-m", "mca_lib.demo_assets", str(parent / name)], check=True)
+    return [parent / "one", parent / "two"]
+
+
+def test_two_processes_write_the_same_bytes(folders):
+    one, two = (
+        {
+            file.relative_to(folder): sha256(file.read_bytes()).hexdigest()
+            for file in folder.rglob("*")
+            if file.is_file()
+        }
+        for folder in folders
+    )
+    assert {"data.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in one}
+    assert one == two
+
+
+def test_data_file_is_alpaca_json(folders):
+    rows = json.loads((folders[0] / "data.json").read_text(encoding="utf-8"))
+    assert rows == make_rows()
+    assert {frozenset(row) for row in rows} == {frozenset({"instruction", "input", "output"})}
+
+
+def test_no_row_is_given_twice():
+    questions = Counter((row["instruction"], row["input"]) for row in make_rows())
+    assert max(questions.values()) == 1
+
+
+def test_every_answer_is_asked_for_in_several_ways():
+    """Otherwise a held-out row would ask for something that was never shown."""
+    answers = Counter(row["output"] for row in make_rows())
+    assert min(answers.values()) >= 3
+
+
+def test_model_fits_two_tensor_parallel_or_pipeline_ranks(folders):
+    config = json.loads((folders[0] / "model" / "config.json").read_text())
+    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "num_hidden_layers"):
+        assert config[field] % 2 == 0, field
