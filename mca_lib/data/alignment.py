@@ -30,6 +30,8 @@ class Sample(NamedTuple):
     system: str = ""
     tools: str = ""
     split: str = "train"
+    where: str = ""
+    """Place in the data files, as `file:line`."""
 
 
 class UnusableRow(Exception):

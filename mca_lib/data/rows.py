@@ -7,7 +7,7 @@ that imports neither torch nor LLaMA-Factory: about 100 MB/s, in constant memory
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from mca_lib.data.alignment import Sample, UnusableRow, parse_row
 from mca_lib.data.files import describe_place, read_rows
@@ -108,11 +108,14 @@ def read_samples(sources: Iterable[Source]) -> Iterator[Sample | BadRow]:
                 if missing:
                     missing = {c for c in missing if source.format.columns[c] not in row.value}
                 first_keys = first_keys or list(row.value)
-            result = _aligned(row.value, source) if row.problem is None else (row.problem, row.detail)
-            if isinstance(result, Sample):
-                yield result
-            else:
-                yield BadRow(*result, describe_place(source.path, row.place))
+            where = describe_place(source.path, row.place)
+            if row.problem is not None:
+                yield BadRow(row.problem, row.detail, where)
+                continue
+            try:
+                yield parse_row(row.value, source.format)._replace(split=source.split, where=where)
+            except UnusableRow as problem:
+                yield BadRow(problem.reason, problem.detail, where)
         if first_keys:
             _refuse_missing(source, missing, first_keys)
 
@@ -121,10 +124,3 @@ def _refuse_missing(source: Source, columns: Iterable[str], keys: Sequence[str])
     for column in sorted(columns):
         name = str(source.format.columns[column])
         raise DataError(f"{source.path}: no row has the column {name!r} (columns.{column}){suggestion(name, keys)}")
-
-
-def _aligned(value: Any, source: Source) -> Sample | tuple[str, str]:
-    try:
-        return parse_row(value, source.format)._replace(split=source.split)
-    except UnusableRow as problem:
-        return problem.reason, problem.detail

@@ -48,6 +48,7 @@ class TokenStore(Sequence[Row]):
 
     def __init__(self, path: Path, arrays: dict[str, np.ndarray]) -> None:
         self.path = path
+        self._arrays = arrays
         self.tokens_T = arrays["tokens"]
         self._mask_bits = arrays["loss_mask"]
         self.document_offsets = arrays["document_offsets"]
@@ -106,6 +107,10 @@ class TokenStore(Sequence[Row]):
         bits = np.unpackbits(self._mask_bits[first_byte : -(-stop // 8)])
         shift = start - 8 * first_byte
         return self.tokens_T[start:stop], bits[shift : shift + stop - start].astype(bool)
+
+    def array(self, name: str) -> np.ndarray:
+        """One of `ARRAYS`, as in the files."""
+        return self._arrays[name]
 
     @property
     def num_tokens(self) -> int:

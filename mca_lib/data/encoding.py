@@ -1,0 +1,174 @@
+"""Samples to tokens and loss masks, in one process or several, always in the order of the samples.
+
+    sft    the conversation as the template renders it; loss on the answers
+    pt     [bos] text eos; loss everywhere; the store later cuts it into blocks
+
+An over-long conversation keeps its first `cutoff_len` tokens: a prefix of a correct rendering, in which every label
+still has its true context. One that loses all its labels by that is dropped and counted, as is one without any.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import batched
+from typing import Any, Protocol
+
+import numpy as np
+
+from mca_lib.data.alignment import Sample, UnusableRow
+from mca_lib.data.control_tokens import GuardedTokenizer
+from mca_lib.errors import ConfigError, DataError
+
+CHUNK = 256
+"""Samples per piece of work."""
+PR_SET_PDEATHSIG = 1
+
+NO_LOSS = "no tokens with loss"
+CUT_OFF = "all tokens with loss lie beyond cutoff_len"
+
+
+class Encoder(Protocol):
+    """One sample to (ids, loss mask), untruncated. Raises UnusableRow."""
+
+    def encode(self, sample: Sample) -> tuple[list[int], list[bool]]: ...
+
+
+class TextEncoder:
+    """Plain text for pretraining; nothing in it becomes a control token."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        if tokenizer.eos_token_id is None:
+            raise ConfigError("training.stage: pt needs an eos token to end documents, and the tokenizer has none")
+        self._guard = GuardedTokenizer(tokenizer)
+        self.stop_token_ids: list[int] = [tokenizer.eos_token_id]
+        # Fast tokenizers add bos in their post-processor and need not carry `add_bos_token`.
+        starts_with_bos = tokenizer.bos_token_id is not None and tokenizer.bos_token_id in tokenizer.encode("a")[:1]
+        self._prefix = [tokenizer.bos_token_id] if starts_with_bos else []
+
+    def encode(self, sample: Sample) -> tuple[list[int], list[bool]]:
+        ids = self._prefix + self._guard.encode_plain(sample.messages[0].content) + self.stop_token_ids
+        return ids, [True] * len(ids)
+
+
+@dataclass(frozen=True)
+class EncodingLimits:
+    """What every encoded sample must satisfy."""
+
+    cutoff_len: int | None
+    """Truncate to so many tokens; None: not at all."""
+    vocab_size: int
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """Some consecutive samples, end to end."""
+
+    tokens_T: np.ndarray
+    """int32 [T]."""
+    mask_T: np.ndarray
+    """bool [T]."""
+    lengths_N: np.ndarray
+    """int64 [N]: one per sample that is kept."""
+    held_out_N: np.ndarray
+    """bool [N]: the sample is of the eval files."""
+    truncated: int
+    dropped: list[tuple[str, str]]
+    """(reason, place) per sample that is not kept."""
+
+
+def encode_samples(
+    samples: Iterable[Sample], encoder: Encoder, limits: EncodingLimits, num_workers: int
+) -> Iterator[EncodedChunk]:
+    """Encode in chunks, in order. The result does not depend on `num_workers`.
+
+    Raises:
+        DataError: a token id is not in the model's vocabulary.
+    """
+    chunks = batched(samples, CHUNK)
+    if num_workers == 1:
+        yield from (encode_chunk(chunk, encoder, limits) for chunk in chunks)
+        return
+    # Forked, so that workers do not import again; the encoder reaches them as memory, not as a pickle.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(num_workers, context, _start_worker, (os.getpid(), encoder, limits)) as pool:
+        yield from _in_order(pool.submit, chunks, ahead=2 * num_workers)
+
+
+def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLimits) -> EncodedChunk:
+    """Encode some samples in this process. Raises DataError for an id beyond the vocabulary."""
+    tokens: list[int] = []
+    mask: list[bool] = []
+    lengths: list[int] = []
+    held_out: list[bool] = []
+    dropped: list[tuple[str, str]] = []
+    truncated = 0
+    for sample in samples:
+        try:
+            ids, loss = encoder.encode(sample)
+        except UnusableRow as problem:
+            dropped.append((problem.reason, sample.where))
+            continue
+        _refuse_foreign_ids(ids, limits.vocab_size, sample.where)
+        kept_ids, kept_loss = ids[: limits.cutoff_len], loss[: limits.cutoff_len]
+        # The first token has no predecessor that could predict it.
+        if not any(kept_loss[1:]):
+            dropped.append((CUT_OFF if any(loss[1:]) else NO_LOSS, sample.where))
+            continue
+        truncated += len(kept_ids) < len(ids)
+        tokens += kept_ids
+        mask += kept_loss
+        lengths.append(len(kept_ids))
+        held_out.append(sample.split == "eval")
+    return EncodedChunk(
+        np.array(tokens, dtype=np.int32),
+        np.array(mask, dtype=bool),
+        np.array(lengths, dtype=np.int64),
+        np.array(held_out, dtype=bool),
+        truncated,
+        dropped,
+    )
+
+
+def _refuse_foreign_ids(ids: list[int], vocab_size: int, where: str) -> None:
+    largest = max(ids, default=0)
+    if largest >= vocab_size or min(ids, default=0) < 0:
+        raise DataError(
+            f"{where}: token id {largest} is not in the model's vocabulary of {vocab_size}; "
+            "the tokenizer does not belong to this model"
+        )
+
+
+_worker_state: tuple[Encoder, EncodingLimits] | None = None
+
+
+def _start_worker(parent: int, encoder: Encoder, limits: EncodingLimits) -> None:
+    global _worker_state
+    # A worker waits on a pipe that its siblings hold open too, so it would not notice that the parent is gone.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    _worker_state = encoder, limits
+
+
+def _encode_in_worker(chunk: Sequence[Sample]) -> EncodedChunk:
+    assert _worker_state is not None
+    return encode_chunk(chunk, *_worker_state)
+
+
+def _in_order(
+    submit: Callable[..., Future[EncodedChunk]], chunks: Iterable[Sequence[Sample]], ahead: int
+) -> Iterator[EncodedChunk]:
+    """Results in the order of the chunks, with at most `ahead` chunks in flight."""
+    pending: deque[Future[EncodedChunk]] = deque()
+    for chunk in chunks:
+        pending.append(submit(_encode_in_worker, chunk))
+        if len(pending) > ahead:
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()

@@ -1,0 +1,131 @@
+"""Chat templates and label masks by LLaMA-Factory 0.9.5: the only module that imports it.
+
+None of what is used here is a documented API, so the release is pinned and `tests/mca_lib/data/test_llamafactory.py`
+holds signatures and token sequences. Reading a template changes it and the tokenizer for the rest of the process
+(`get_template_and_fix_tokenizer`): one data set per process. Truncation, packing, splitting and caching are ours.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+# Both are read on import: newer transformers, peft and datasets than its caps are tried ones (pyproject.toml), and its
+# messages quote user data.
+os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
+os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "ERROR")
+
+from llamafactory.data.mm_plugin import get_mm_plugin
+from llamafactory.data.processor import SupervisedDatasetProcessor
+from llamafactory.data.template import TEMPLATES, Template, get_template_and_fix_tokenizer
+
+from mca_lib.data.alignment import Sample, UnusableRow
+from mca_lib.data.control_tokens import GuardedTokenizer
+from mca_lib.data.templates import check_template
+from mca_lib.errors import ConfigError
+
+_NO_TRUNCATION = 2**31
+_SLOTS = ("format_user", "format_assistant", "format_system", "format_observation", "format_prefix", "format_function")
+
+
+@dataclass(frozen=True)
+class ChatOptions:
+    """What decides the tokens and the labels of a conversation; fields of the recipe's dataset section."""
+
+    template: str
+    train_on_prompt: bool = False
+    mask_history: bool = False
+    default_system: str | None = None
+    enable_thinking: bool | None = True
+
+
+class ChatEncoder:
+    """Conversations to tokens and loss mask."""
+
+    def __init__(self, tokenizer: Any, options: ChatOptions) -> None:
+        """Take the template; `tokenizer` may get another eos token by it.
+
+        Raises:
+            ConfigError: no such template, or one that needs a token that the tokenizer lacks.
+        """
+        check_template(options.template)
+        template = TEMPLATES[options.template]
+        _refuse_missing_tokens(template, tokenizer, options.template)
+        size = len(tokenizer)
+        try:
+            template = get_template_and_fix_tokenizer(tokenizer, _template_arguments(options))
+        except ValueError as error:
+            raise ConfigError(f"dataset.template: {options.template}: {error}") from None
+        if len(tokenizer) != size:
+            raise ConfigError(f"dataset.template: {options.template} adds tokens to the vocabulary of this model")
+        # Text only: the plugin of a multimodal template would look for media that are not there.
+        template.mm_plugin = get_mm_plugin(name="base")
+        self.stop_token_ids: list[int] = sorted(template.get_stop_token_ids(tokenizer))
+        self._guard = GuardedTokenizer(tokenizer, spared=_words(template))
+        masks = {"train_on_prompt": options.train_on_prompt, "mask_history": options.mask_history}
+        self._processor = SupervisedDatasetProcessor(
+            template=template,
+            tokenizer=self._guard,
+            processor=None,
+            data_args=SimpleNamespace(cutoff_len=_NO_TRUNCATION, **masks),
+        )
+
+    def encode(self, sample: Sample) -> tuple[list[int], list[bool]]:
+        """(ids, loss mask) of a whole conversation.
+
+        A few templates (`efficient_eos`) want the end-of-text token predicted where a question begins, which no next
+        token expresses; that label is left out, except at the very end, where the token is really there.
+
+        Raises:
+            UnusableRow: a tool call or tool description that the template's tool format does not understand, or a
+                control token that cannot be kept out of the text.
+        """
+        messages = [{"role": m.role, "content": self._guard.mark(m.content)} for m in sample.messages]
+        system, tools = self._guard.mark(sample.system), self._guard.mark(sample.tools)
+        try:
+            ids, labels = self._processor._encode_data_example(
+                messages[:-1], messages[-1:], system, tools, images=[], videos=[], audios=[]
+            )
+        except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
+            if not (sample.tools or any(m.role == "function" for m in sample.messages)):
+                raise
+            # What it was given is user data: not to be quoted.
+            raise UnusableRow("tools or tool call not understood") from None
+        return ids, [label == token for token, label in zip(ids, labels, strict=True)]
+
+
+def _template_arguments(options: ChatOptions) -> SimpleNamespace:
+    """The fields of LLaMA-Factory's DataArguments that reading a template looks at."""
+    return SimpleNamespace(
+        template=options.template,
+        train_on_prompt=options.train_on_prompt,
+        tool_format=None,
+        default_system=options.default_system,
+        enable_thinking=options.enable_thinking,
+        preserve_thinking=False,
+    )
+
+
+def _refuse_missing_tokens(template: Template, tokenizer: Any, name: str) -> None:
+    """LLaMA-Factory would add the tokens, and the model would have no embedding for them."""
+    vocabulary = tokenizer.get_vocab()
+    missing = sorted({token for token in _needed_tokens(template, tokenizer) if token not in vocabulary})
+    if missing:
+        raise ConfigError(
+            f"dataset.template: {name} needs {', '.join(map(repr, missing))}, which "
+            "the model's tokenizer lacks; choose the template of this model's family"
+        )
+
+
+def _needed_tokens(template: Template, tokenizer: Any) -> Iterator[str]:
+    yield from template.stop_words
+    if tokenizer.eos_token_id is None and not template.replace_eos:
+        yield "<|endoftext|>"
+    for slots in (getattr(template, name).slots for name in _SLOTS):
+        yield from (slot["token"] for slot in slots if isinstance(slot, dict))
+
+
+def _words(template: Template) -> list[str]:
+    """Words around a thought or a tool call, which belong into an answer."""
+    return [word.strip() for word in (*template.thought_words, *template.tool_call_words)]
