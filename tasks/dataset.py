@@ -1,10 +1,34 @@
-"""Stage *dataset*: rows of text become a validated, shuffled, optionally packed, memory-mapped token store."""
+"""Stage *dataset*: rows of text become a validated, shuffled, optionally packed, memory-mapped token store.
 
-from typing import Literal
+identity    the section; each data file by name and content; the entries of dataset_info.json; the model's vocabulary
+            size; the versions of the tokenizing libraries (one release of transformers tokenized a text differently
+            from another; where it does not, the content digest stops the change here)
+inputs      the tokenizer of the model
+execution   where the files lie; the number of workers
+body        the job `dataset` (mca_lib/data/prepare.py)
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
+from mca_lib.data.formats import Source, read_entries, resolve_sources
+from mca_lib.errors import DataError, ModelError
+from tasks.canonical import JSON
+from tasks.digests import digest_file
 from tasks.section import Execution, Section
+from tasks.stage import Artifact, Input, Produced, Stage, StageContext
+
+TOKENIZING_LIBRARIES = ("transformers", "tokenizers", "llamafactory")
+# Where the data lies; what it is enters the key by content.
+LOCATIONS = ("files", "dataset_dir", "names", "eval_files")
+# Bytes written per byte of data: 9 per token (the store, and what is spilled on the way), over 3 bytes of text a token.
+SPACE_PER_DATA_BYTE = 3
 
 
 class DatasetConfig(Section):
@@ -26,6 +50,11 @@ class DatasetConfig(Section):
     """LLaMA-Factory's role tags of sharegpt rows."""
     template: str | None = None
     """Chat template by LLaMA-Factory's name, for instance `qwen`; null for plain text."""
+    default_system: str | None = None
+    """System text of conversations that bring none; null takes the template's own."""
+    enable_thinking: bool | None = True
+    """Templates of reasoning models: true learns an empty thought where an answer has none, null puts it into the
+    prompt, false also removes the thoughts that answers have."""
     cutoff_len: int = Field(default=1024, ge=8, le=2**20)
     """Longest training sequence, in tokens."""
     packing: bool = True
@@ -46,3 +75,73 @@ class DatasetConfig(Section):
     """Seed of the split, of the shuffle and of `max_rows`."""
     num_workers: Execution[PositiveInt] = 1
     """Processes that tokenize."""
+
+
+@dataclass(frozen=True)
+class DatasetStage(Stage):
+    """Tokenize `config` for the model whose directory `model` is. `objective` is `training.stage`."""
+
+    config: DatasetConfig
+    objective: str
+    model: Artifact
+
+    name: ClassVar[str] = "dataset"
+    version: ClassVar[int] = 1
+
+    def identity(self) -> dict[str, JSON]:
+        """Raises ConfigError or DataError for fields that contradict each other, or a file that is not there."""
+        section = {name: value for name, value in self.config.identity().items() if name not in LOCATIONS}
+        return section | {
+            "objective": self.objective,
+            "files": _digests(self._sources("train")),
+            "eval_files": _digests(self._sources("eval")),
+            "entries": self._entries(),
+            "vocab_size": self._vocab_size(),
+            "libraries": {name: version(name) for name in TOKENIZING_LIBRARIES},
+        }
+
+    def inputs(self) -> dict[str, Input]:
+        return {"tokenizer": Input.of(self.model, "tokenizer")}
+
+    def space_needed(self) -> int:
+        sources = [*self._sources("train"), *self._sources("eval")]
+        return super().space_needed() + SPACE_PER_DATA_BYTE * sum(source.path.stat().st_size for source in sources)
+
+    def produce(self, ctx: StageContext) -> Produced:
+        before = self.identity()
+        spec = self.config.model_dump(mode="json") | {
+            "objective": self.objective,
+            "tokenizer_dir": str(self.model.path),
+            "vocab_size": before["vocab_size"],
+            "output": str(ctx.staging),
+        }
+        result = ctx.run_job("dataset", spec)
+        if self.identity() != before:
+            raise DataError("the data files changed while they were read; run again")
+        return Produced(digest=result["digest"], parts=result["parts"], stats=result["stats"])
+
+    def _sources(self, split: str) -> list[Source]:
+        return [source for source in resolve_sources(self.config, self.objective) if source.split == split]
+
+    def _entries(self) -> dict[str, JSON]:
+        """What dataset_info.json says about the rows; which file holds them is in the key by its content."""
+        if not self.config.names:
+            return {}
+        entries = read_entries(self.config)
+        return {e.name: {key: value for key, value in e.fields.items() if key != "file_name"} for e in entries}
+
+    def _vocab_size(self) -> int:
+        path = self.model.path / "config.json"
+        try:
+            size = json.loads(path.read_bytes()).get("vocab_size")
+        except (OSError, ValueError, AttributeError) as error:
+            raise ModelError(f"{path}: cannot be read: {error}") from None
+        if type(size) is not int or size < 1:
+            raise ModelError(f"{path}: vocab_size is {size!r}; it must be the number of rows of the embedding")
+        return size
+
+
+def _digests(sources: Sequence[Source]) -> dict[str, JSON]:
+    """Content digest by position and name: a moved file changes nothing, and a plan names the file that changed."""
+    labels = (f"{i} {source.entry}{'/' * bool(source.entry)}{source.path.name}" for i, source in enumerate(sources, 1))
+    return {label: digest_file(source.path) for label, source in zip(labels, sources, strict=True)}

@@ -105,6 +105,8 @@ class Source:
     format: RowFormat
     split: str
     """`train` or `eval`."""
+    entry: str = ""
+    """Name of the entry of dataset_info.json that it is a file of."""
 
 
 def resolve_sources(config: SourceConfig, objective: str) -> list[Source]:
@@ -190,7 +192,8 @@ def _entry_sources(entry: Entry, config: SourceConfig, objective: str) -> list[S
         layout, columns = "text", {"prompt": columns["prompt"]}
     ranking, tags = fields.get("ranking", False), fields.get("tags", {})
     row_format = build_format(layout, columns, tags, ranking=ranking, objective=objective, at=entry.where)
-    return [Source(path, row_format, "train") for path in _files_of_entry(entry, Path(config.dataset_dir or ""))]
+    paths = _files_of_entry(entry, Path(config.dataset_dir or ""))
+    return [Source(path, row_format, "train", entry.name) for path in paths]
 
 
 def _recipe_format(config: SourceConfig, objective: str) -> RowFormat:
