@@ -1,10 +1,10 @@
 """Chat templates and label masks by LLaMA-Factory 0.9.5: the only module that imports it.
 
 None of what is used here is a documented API, so the release is pinned and `tests/mca_lib/data/test_llamafactory.py`
-holds signatures and token sequences. Reading a template changes it and the tokenizer for the rest of the process
-(`get_template_and_fix_tokenizer`): one data set per process. Truncation, packing, splitting and caching are ours.
+holds signatures and token sequences. Truncation, packing, splitting and caching are ours.
 """
 
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -50,17 +50,11 @@ class ChatEncoder:
             ConfigError: no such template, or one that needs a token that the tokenizer lacks.
         """
         check_template(options.template)
-        template = TEMPLATES[options.template]
-        _refuse_missing_tokens(template, tokenizer, options.template)
+        _refuse_missing_tokens(TEMPLATES[options.template], tokenizer, options.template)
         size = len(tokenizer)
-        try:
-            template = get_template_and_fix_tokenizer(tokenizer, _template_arguments(options))
-        except ValueError as error:
-            raise ConfigError(f"dataset.template: {options.template}: {error}") from None
+        template = _read_template(tokenizer, options)
         if len(tokenizer) != size:
             raise ConfigError(f"dataset.template: {options.template} adds tokens to the vocabulary of this model")
-        # Text only: the plugin of a multimodal template would look for media that are not there.
-        template.mm_plugin = get_mm_plugin(name="base")
         self.stop_token_ids: list[int] = sorted(template.get_stop_token_ids(tokenizer))
         self._guard = GuardedTokenizer(tokenizer, spared=_words(template))
         masks = {"train_on_prompt": options.train_on_prompt, "mask_history": options.mask_history}
@@ -95,9 +89,15 @@ class ChatEncoder:
         return ids, [label == token for token, label in zip(ids, labels, strict=True)]
 
 
-def _template_arguments(options: ChatOptions) -> SimpleNamespace:
-    """The fields of LLaMA-Factory's DataArguments that reading a template looks at."""
-    return SimpleNamespace(
+def _read_template(tokenizer: Any, options: ChatOptions) -> Template:
+    """A template of our own with the options in it.
+
+    LLaMA-Factory writes the options into the registered template, where the next data set of the process would find
+    them; so it gets a copy.
+    """
+    registered = TEMPLATES[options.template]
+    # The fields of its DataArguments that reading a template looks at.
+    arguments = SimpleNamespace(
         template=options.template,
         train_on_prompt=options.train_on_prompt,
         tool_format=None,
@@ -105,6 +105,16 @@ def _template_arguments(options: ChatOptions) -> SimpleNamespace:
         enable_thinking=options.enable_thinking,
         preserve_thinking=False,
     )
+    TEMPLATES[options.template] = copy.deepcopy(registered)
+    try:
+        template = get_template_and_fix_tokenizer(tokenizer, arguments)
+    except ValueError as error:
+        raise ConfigError(f"dataset.template: {options.template}: {error}") from None
+    finally:
+        TEMPLATES[options.template] = registered
+    # Text only: the plugin of a multimodal template would look for media that are not there.
+    template.mm_plugin = get_mm_plugin(name="base")
+    return template
 
 
 def _refuse_missing_tokens(template: Template, tokenizer: Any, name: str) -> None:
