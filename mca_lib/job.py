@@ -23,6 +23,8 @@ from typing import Any
 from mca_lib.errors import ResourceError, UserError
 
 JOBS: dict[str, str] = {
+    "resolve_model": "mca_lib.hub:resolve_model",
+    "download_model": "mca_lib.hub:download_model",
     "dataset": "mca_lib.data.prepare:dataset",
     "convert": "mca_lib.converter.jobs:convert",
     "export": "mca_lib.converter.jobs:export",

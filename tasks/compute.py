@@ -12,7 +12,7 @@ from tasks.digests import digest_files
 from tasks.errors import StageFailed, StoreError
 from tasks.lease import Lease, is_held
 from tasks.process import kill_tagged, secret_in
-from tasks.publish import digest_external, publish, seal
+from tasks.publish import publish, seal
 from tasks.record import ArtifactRecord, FileEntry, InputEntry, finite, producer
 from tasks.report import Reporter
 from tasks.store import Artifact, ArtifactStore
@@ -46,11 +46,9 @@ def compute(
         with store.guard("cannot be written", denials=False):
             produced = stage.produce(context)
         check()
-        cache = store.statcache.folder(produced.external or store.location(stage.name, key))
-        if produced.external is None:
-            files = seal(staging, cache)
-        else:
-            files = digest_external(produced.external, produced.external_files, cache)
+        cache = store.statcache.folder(store.location(stage.name, key))
+        sealed = seal(staging, cache)
+        files = sealed if produced.external is None else produced.external_files
         record = _record(stage, key, payload, produced, files, began, time.monotonic() - clock)
         artifact = publish(store, staging, record, check, replace=replace)
         cache.save()
@@ -100,13 +98,14 @@ def _record(
     stats = finite(produced.stats)
     if secret := secret_in(canonical_json([payload, stats])):
         raise StageFailed(f"{stage.name}: the value of {secret} would be in the record; pass it by environment only")
+    parts = {part: digest_files({rel: files[rel] for rel in names}) for part, names in produced.file_parts.items()}
     return ArtifactRecord(
         stage=stage.name,
         version=stage.version,
         key=key,
         payload=payload,
         digest=produced.digest if produced.digest is not None else digest_files(files),
-        parts=produced.parts,
+        parts=produced.parts | parts,
         files=files,
         external=str(produced.external) if produced.external else None,
         inputs={role: InputEntry(digest=i.digest, stage=i.stage, key=i.key) for role, i in stage.inputs().items()},

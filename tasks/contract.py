@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from tasks.canonical import JSON, canonical
 from tasks.jobs import run_job
 from tasks.process import run_command
+from tasks.record import FileEntry
 from tasks.report import Reporter
 from tasks.store import Artifact, ArtifactStore
 
@@ -40,8 +41,10 @@ class Produced:
     stats: dict[str, Any] = field(default_factory=dict)
     external: Path | None = None
     """The payload lies there (a local model directory), not in the store."""
-    external_files: tuple[str, ...] | None = None
-    """Files below `external` that are the payload; None for all."""
+    external_files: dict[str, FileEntry] = field(default_factory=dict)
+    """The files below `external` that are the payload, as they were when the key was made."""
+    file_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """More `parts`, each the digest over some of the files."""
 
 
 class Stage(ABC):
@@ -51,6 +54,10 @@ class Stage(ABC):
     """Folder in the store."""
     version: ClassVar[int]
     """Raised by hand when the meaning of the output changes."""
+
+    def resolve(self, store: ArtifactStore, report: Reporter) -> "Stage":
+        """The stage with everything that its identity needs; called first, by `ensure` and `probe` alike."""
+        return self
 
     @abstractmethod
     def identity(self) -> dict[str, JSON]:

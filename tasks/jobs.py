@@ -39,9 +39,7 @@ def run_job(
     spec_path, result_path, log_path = (folder / f"{name}.{end}" for end in ("spec.json", "result.json", "log"))
     text = json.dumps(spec, indent=1, allow_nan=False)
     if secret := secret_in(text):
-        raise StageFailed(
-            f"{name}: the value of {secret} is in the spec of the job, a file; pass it by environment"
-        )
+        raise StageFailed(f"{name}: the value of {secret} is in the spec of the job, a file; pass it by environment")
     spec_path.write_text(text)
     result_path.unlink(missing_ok=True)
     failure: CommandFailed | None = None

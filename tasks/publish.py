@@ -33,15 +33,6 @@ def seal(staging: Path, cache: FolderCache) -> dict[str, FileEntry]:
     return {rel: FileEntry(size=size, digest=digest) for rel, (size, digest) in entries.items()}
 
 
-def digest_external(root: Path, names: tuple[str, ...] | None, cache: FolderCache) -> dict[str, FileEntry]:
-    """Digests of a payload that stays where it is; `names` None takes every file."""
-    files = {}
-    for rel in sorted(names) if names is not None else payload_files(root):
-        size, digest, _ = cache.digest(root / rel, rel)
-        files[rel] = FileEntry(size=size, digest=digest)
-    return files
-
-
 def publish(
     store: ArtifactStore, staging: Path, record: ArtifactRecord, check: Callable[[], None], *, replace: bool
 ) -> Artifact:

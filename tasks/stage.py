@@ -70,6 +70,7 @@ class Miss:
 
 def probe(store: ArtifactStore, stage: Stage) -> Hit | Miss:
     """What `ensure` would do. Changes nothing."""
+    stage = stage.resolve(store, LogReporter(stage.name))
     payload = key_payload(stage)
     found = store.inspect(stage.name, stage_key(payload), at=stage.external())
     return Hit(found) if isinstance(found, Artifact) else _explain(store, stage, payload, found)
@@ -87,6 +88,7 @@ def ensure(store: ArtifactStore, stage: Stage, *, refresh: bool = False, reporte
     """
     started = time.monotonic()
     report = reporter or LogReporter(stage.name)
+    stage = stage.resolve(store, report)
     payload = key_payload(stage)
     key = stage_key(payload)
     at = stage.external()
