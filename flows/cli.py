@@ -83,7 +83,7 @@ def lineage(reference: Reference, store: StorePath = None) -> None:
 def verify(
     reference: Annotated[str | None, typer.Argument(help="One artifact; without it, all of them.")] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Read every byte, also where size and time stamps agree.")
+        bool, typer.Option("--full", help="Read every byte.")
     ] = False,
     store: StorePath = None,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees in the terminal while a run goes on: one line per stage, with a live bar where there is a terminal.
+"""What a person sees while a run goes on: one line per stage, with a live bar where there is a terminal.
 
 The console of the current run travels in a context variable, so that tasks that Prefect runs in threads find it; a
 run that a Prefect worker started has none, and its stages report to Prefect alone.
