@@ -1,0 +1,188 @@
+"""The job `evaluate`: models side by side on held-out documents.
+
+Spec:
+    models          {"base": directory, "trained": directory}; changes are of the last against the first
+    token_store     directory of the eval split (mca_lib/data/token_store.py); absent: nothing was held out
+    tokenizer_dir   tokenizer and chat template of both models
+    max_rows        held-out documents to use, null for all
+    dtype           "float32" or "bfloat16", of the computation
+    prompts, num_samples, max_new_tokens    sample generations: `prompts`, or the first held-out ones
+    batch_size      documents per forward pass
+    output          directory for metrics.json, samples.jsonl and report.md
+
+Result, and content of metrics.json:
+
+    {"documents": 46, "tokens": 612, "note": "",
+     "models": {"base": {"loss": 6.88, "perplexity": 972.6, "accuracy": 0.0, "tokens": 612}, "trained": {...}},
+     "difference": {"loss": -6.8, "loss_stderr": 0.04, "accuracy": 0.99}}
+
+Without held-out rows `documents` is 0, `note` says so, `models` and `difference` are empty, and samples come from
+`prompts` alone. A line of samples.jsonl: {"prompt": ..., "reference": ..., "answers": {"base": ..., "trained": ...}}.
+"""
+
+import gc
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mca_lib.data.token_store import TokenStore
+from mca_lib.errors import ModelError
+from mca_lib.evaluation.report import markdown
+from mca_lib.evaluation.samples import Prompt, answer, held_out_prompts, recipe_prompts
+from mca_lib.evaluation.scoring import Document, Scores, loss_difference, score
+
+NO_ROWS = "no held-out rows"
+
+
+def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, Any]:
+    """Run the job; see the module's docstring.
+
+    Raises:
+        ModelError: a directory holds no complete safetensors model, does not fit the tokens, or yields NaN.
+        ConfigError: a prompt is longer than the model's positions.
+    """
+    from transformers import AutoTokenizer
+
+    documents = read_documents(spec["token_store"], spec["max_rows"])
+    tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer_dir"], local_files_only=True, trust_remote_code=False)
+    if spec["prompts"]:
+        prompts = recipe_prompts(spec["prompts"], tokenizer)
+    else:
+        prompts = held_out_prompts(documents, tokenizer, spec["num_samples"])
+
+    per_model = len(documents) + len(prompts)
+    scores: dict[str, Scores] = {}
+    answers: dict[str, list[str]] = {}
+    for index, (name, directory) in enumerate(spec["models"].items()):
+
+        def report(done: int, *, before: int = index * per_model, name: str = name) -> None:
+            progress(before + done, len(spec["models"]) * per_model, model=name)
+
+        scores[name], answers[name] = _examine(name, directory, documents, prompts, tokenizer, spec, report)
+
+    metrics = _metrics(scores if documents else {})
+    samples = [
+        {"prompt": prompt.text, "reference": prompt.reference, "answers": {name: answers[name][i] for name in answers}}
+        for i, prompt in enumerate(prompts)
+    ]
+    _write(Path(spec["output"]), metrics, samples)
+    return metrics
+
+
+def read_documents(directory: str | Path, max_rows: int | None) -> list[Document]:
+    """The first `max_rows` documents of the eval split that have a loss token; none where there is no split."""
+    if not Path(directory).is_dir():
+        return []
+    store = TokenStore.open(directory)
+    documents: list[Document] = []
+    for index in range(store.num_documents):
+        if max_rows is not None and len(documents) == max_rows:
+            break
+        tokens_S, loss_mask_S = store.document(index)
+        if loss_mask_S.any():
+            documents.append(Document(tokens_S.astype(np.int64), loss_mask_S))
+    return documents
+
+
+def read_stop_ids(directory: str | Path) -> list[int]:
+    """Tokens that end an answer in the data set whose split is `directory`, from its meta.json."""
+    meta = json.loads((Path(directory).parent / "meta.json").read_text(encoding="utf-8"))
+    return meta["stop_token_ids"]
+
+
+def load_model(directory: str | Path, dtype: str) -> torch.nn.Module:
+    """A causal language model in evaluation mode, from safetensors files alone, on the GPU where there is one.
+
+    Raises:
+        ModelError: there is no such model, or a weight is missing, which transformers would fill with random numbers.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    if not (Path(directory) / "config.json").is_file():
+        raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
+    try:
+        model, loading = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=getattr(torch, dtype),
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise ModelError(f"{directory}: transformers cannot load it: {' '.join(str(error).split())}") from error
+    if missing := sorted(loading["missing_keys"]):
+        raise ModelError(f"{directory}: {len(missing)} weights are missing, first {missing[0]}")
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _examine(
+    name: str,
+    directory: str,
+    documents: list[Document],
+    prompts: list[Prompt],
+    tokenizer: Any,
+    spec: dict[str, Any],
+    report: Callable[[int], None],
+) -> tuple[Scores, list[str]]:
+    """Scores and answers of one model, which is gone from memory afterwards."""
+    model = load_model(directory, spec["dtype"])
+    try:
+        _check_vocabulary(model, documents, prompts)
+        scores = score(model, documents, spec["batch_size"], report)
+        answers = answer(
+            model,
+            tokenizer,
+            prompts,
+            max_new_tokens=spec["max_new_tokens"],
+            stop_ids=read_stop_ids(spec["token_store"]),
+            on_answered=lambda done: report(len(documents) + done),
+        )
+    except ModelError as error:
+        raise ModelError(f"{name} model {directory}: {error}") from error
+    finally:
+        del model
+        gc.collect()
+    return scores, answers
+
+
+def _check_vocabulary(model: Any, documents: list[Document], prompts: list[Prompt]) -> None:
+    sequences = [*(document.tokens for document in documents), *(prompt.token_ids for prompt in prompts)]
+    largest = max((int(max(sequence)) for sequence in sequences), default=0)
+    if largest >= model.config.vocab_size:
+        raise ModelError(f"token id {largest} is beyond the vocabulary of {model.config.vocab_size}")
+
+
+def _metrics(scores: dict[str, Scores]) -> dict[str, Any]:
+    models = {
+        name: {"loss": s.loss, "perplexity": s.perplexity, "accuracy": s.accuracy, "tokens": s.tokens}
+        for name, s in scores.items()
+    }
+    if not scores:
+        return {"documents": 0, "tokens": 0, "note": NO_ROWS, "models": {}, "difference": {}}
+    first, last = next(iter(scores.values())), list(scores.values())[-1]
+    difference = loss_difference(last, first)
+    return {
+        "documents": len(first.tokens_D),
+        "tokens": first.tokens,
+        "note": "",
+        "models": models,
+        "difference": {
+            "loss": difference.mean,
+            "loss_stderr": difference.stderr,
+            "accuracy": last.accuracy - first.accuracy,
+        },
+    }
+
+
+def _write(output: Path, metrics: dict[str, Any], samples: list[dict[str, Any]]) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "metrics.json").write_text(json.dumps(metrics, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+    (output / "samples.jsonl").write_text(lines, encoding="utf-8")
+    (output / "report.md").write_text(markdown(metrics, samples), encoding="utf-8")

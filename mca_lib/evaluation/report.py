@@ -1,0 +1,60 @@
+"""The evaluation in words and tables, as Markdown."""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MINUS = "\N{MINUS SIGN}"
+
+
+def markdown(metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> str:
+    """The report of `metrics.json` and of the lines of `samples.jsonl`; see `mca_lib/evaluate.py` for both."""
+    parts = ["# Evaluation", *_figures(metrics)]
+    if samples:
+        parts += ["## Samples", *(_sample(number, sample) for number, sample in enumerate(samples, start=1))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _figures(metrics: Mapping[str, Any]) -> list[str]:
+    models = metrics["models"]
+    if not metrics["documents"]:
+        return [f"{metrics['note'].capitalize()}: loss and accuracy were not measured."]
+    names = list(models)
+    rows = [
+        ["", *names],
+        ["---", *("---:" for _ in names)],
+        ["loss", *(f"{models[name]['loss']:.4f}" for name in names)],
+        ["perplexity", *(_perplexity(models[name]["perplexity"]) for name in names)],
+        ["next-token accuracy", *(f"{models[name]['accuracy']:.1%}" for name in names)],
+    ]
+    if difference := metrics["difference"]:
+        for row, cell in zip(rows, ["change", "---:", *_changes(difference)], strict=True):
+            row.append(cell)
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    note = f"{metrics['documents']} held-out rows, {metrics['tokens']} tokens with loss."
+    if difference and difference["loss_stderr"] is not None:
+        note += " ± is one standard error, paired over rows."
+    return [table, note]
+
+
+def _perplexity(value: float | None) -> str:
+    return "too large" if value is None else f"{value:.4g}" if value < 1e6 else f"{value:.2e}"
+
+
+def _changes(difference: Mapping[str, Any]) -> list[str]:
+    stderr = difference["loss_stderr"]
+    loss = f"{difference['loss']:+.4f}" + ("" if stderr is None else f" ± {stderr:.4f}")
+    return [loss.replace("-", MINUS), "", f"{100 * difference['accuracy']:+.1f} points".replace("-", MINUS)]
+
+
+def _sample(number: int, sample: Mapping[str, Any]) -> str:
+    blocks = {"prompt": sample["prompt"], **sample["answers"]}
+    if sample["reference"] is not None:
+        blocks["reference"] = sample["reference"]
+    return "\n\n".join([f"### {number}", *(f"{name}\n\n{_fenced(text)}" for name, text in blocks.items())])
+
+
+def _fenced(text: str) -> str:
+    """A code block, with a fence longer than any in the text."""
+    fence = "`" * max([3, *(len(run) + 1 for run in re.findall("`+", text))])
+    return f"{fence}text\n{text}\n{fence}"

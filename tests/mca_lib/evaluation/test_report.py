@@ -1,0 +1,49 @@
+"""The report as a person reads it."""
+
+from mca_lib.evaluation.report import markdown
+
+METRICS = {
+    "documents": 46,
+    "tokens": 612,
+    "note": "",
+    "models": {
+        "base": {"loss": 6.88, "perplexity": 972.626, "accuracy": 0.0, "tokens": 612},
+        "trained": {"loss": 0.0414, "perplexity": 1.04227, "accuracy": 0.998, "tokens": 612},
+    },
+    "difference": {"loss": -6.8386, "loss_stderr": 0.0421, "accuracy": 0.998},
+}
+SAMPLE = {"prompt": "Say ```hi```", "reference": "hi", "answers": {"base": "…", "trained": "hi"}}
+
+
+def test_table_sets_the_models_side_by_side():
+    assert markdown(METRICS, []).splitlines()[2:] == [
+        "|  | base | trained | change |",
+        "| --- | ---: | ---: | ---: |",
+        "| loss | 6.8800 | 0.0414 | −6.8386 ± 0.0421 |",
+        "| perplexity | 972.6 | 1.042 |  |",
+        "| next-token accuracy | 0.0% | 99.8% | +99.8 points |",
+        "",
+        "46 held-out rows, 612 tokens with loss. ± is one standard error, paired over rows.",
+    ]
+
+
+def test_single_document_has_no_error_to_show():
+    difference = METRICS["difference"] | {"loss_stderr": None}
+    assert "±" not in markdown(METRICS | {"documents": 1, "difference": difference}, [])
+
+
+def test_perplexity_without_a_double_is_said_in_words():
+    models = {name: figures | {"perplexity": None} for name, figures in METRICS["models"].items()}
+    assert "| perplexity | too large | too large |" in markdown(METRICS | {"models": models}, [])
+
+
+def test_fence_is_longer_than_any_in_the_sample():
+    report = markdown(METRICS, [SAMPLE])
+    assert "prompt\n\n````text\nSay ```hi```\n````\n" in report
+    assert "trained\n\n```text\nhi\n```" in report
+    assert "reference\n\n```text\nhi\n```" in report
+
+
+def test_no_rows_is_a_sentence():
+    metrics = {"documents": 0, "tokens": 0, "note": "no held-out rows", "models": {}, "difference": {}}
+    assert markdown(metrics, []) == "# Evaluation\n\nNo held-out rows: loss and accuracy were not measured.\n"
