@@ -13,6 +13,7 @@ import importlib
 import logging
 import queue
 import resource
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -45,17 +46,36 @@ class NullStream:
         pass
 
 
-def on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A tensor factory that reads device="cuda" as CPU."""
+class CpuTorch(types.ModuleType):
+    """The module `torch` as a Megatron module sees it: factories read device="cuda" as CPU, the rest is torch's own.
 
-    @functools.wraps(factory)
-    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
-        device = kwargs.get("device")
-        if device is not None and str(device).startswith("cuda"):
-            kwargs["device"] = CPU
-        return factory(*args, **kwargs)
+    Replacing the factories in `torch` itself would break `with torch.device("meta")`, which knows them by identity:
+    transformers then loads models with uninitialized rotary frequencies (seen with 5.24.0).
+    """
 
-    return wrapped
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.tensor(*args, **_without_cuda(kwargs))
+
+    def zeros(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(*args, **_without_cuda(kwargs))
+
+    def empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty(*args, **_without_cuda(kwargs))
+
+    def empty_like(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.empty_like(*args, **_without_cuda(kwargs))
+
+
+def _without_cuda(kwargs: dict[str, Any]) -> dict[str, Any]:
+    device = kwargs.get("device")
+    return {**kwargs, "device": CPU} if device is not None and str(device).startswith("cuda") else kwargs
+
+
+def cpu_torch(_original: Any) -> CpuTorch:
+    return CpuTorch("torch")
 
 
 def type_name(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,22 +188,6 @@ TORCH_ANSWERS = (
            "parameters of any other type name are refused by the optimizer and by gradient clipping",
            "megatron.core.optimizer.distrib_optimizer", "'torch.cuda.FloatTensor'",
            "torch.ones(1).type() == 'torch.cuda.FloatTensor'"),
-    Answer("torch.tensor", on_cpu,
-           "device='cuda' for scales, norms and flags",
-           "megatron.core.optimizer.optimizer", "device='cuda'",
-           "torch.tensor([1.0], device='cuda').device.type == 'cpu'"),
-    Answer("torch.zeros", on_cpu,
-           "device='cuda' for the token count of a step",
-           "megatron.core.pipeline_parallel.schedules", 'device="cuda"',
-           "torch.zeros(1, device='cuda').device.type == 'cpu'"),
-    Answer("torch.empty", on_cpu,
-           "device='cuda' when shards are exchanged between ranks on load",
-           "megatron.core.dist_checkpointing.exchange_utils", 'torch.empty(0, dtype=dtype, device="cuda")',
-           "torch.empty(1, device='cuda').device.type == 'cpu'"),
-    Answer("torch.empty_like", on_cpu,
-           "device='cuda' when shards are exchanged between ranks on load",
-           "megatron.core.dist_checkpointing.exchange_utils", 'torch.empty_like(tensor, device="cuda")',
-           "torch.empty_like(torch.ones(1), device='cuda').device.type == 'cpu'"),
     Answer("torch.distributed.all_to_all_single", list_splits,
            "gloo takes split sizes as lists only; the MoE dispatcher passes tensors",
            "megatron.core.tensor_parallel.mappings", "torch.distributed.all_to_all_single(",
@@ -193,6 +197,31 @@ TORCH_ANSWERS = (
 )
 
 MEGATRON_ANSWERS = (
+    Answer("megatron.core.optimizer.optimizer.torch", cpu_torch,
+           "device='cuda' for loss scales and flags",
+           "megatron.core.optimizer.optimizer", "device='cuda'",
+           "m('megatron.core.optimizer.optimizer').torch.tensor([1.0], device='cuda').device.type == 'cpu'"),
+    Answer("megatron.core.optimizer.clip_grads.torch", cpu_torch,
+           "device='cuda' for the gradient norm",
+           "megatron.core.optimizer.clip_grads", "device='cuda'",
+           "m('megatron.core.optimizer.clip_grads').torch.zeros(1, device='cuda').device.type == 'cpu'"),
+    Answer("megatron.core.utils.torch", cpu_torch,
+           "device='cuda' for the gradient norm, where apex is absent",
+           "megatron.core.utils", 'device="cuda"',
+           "m('megatron.core.utils').torch.tensor([1.0], device='cuda').device.type == 'cpu'"),
+    Answer("megatron.core.pipeline_parallel.schedules.torch", cpu_torch,
+           "device='cuda' for the token count of a step",
+           "megatron.core.pipeline_parallel.schedules", 'device="cuda"',
+           "m('megatron.core.pipeline_parallel.schedules').torch.zeros([], device='cuda').device.type == 'cpu'"),
+    Answer("megatron.core.dist_checkpointing.exchange_utils.torch", cpu_torch,
+           "device='cuda' when ranks exchange shards on load",
+           "megatron.core.dist_checkpointing.exchange_utils", 'device="cuda"',
+           "m('megatron.core.dist_checkpointing.exchange_utils').torch.empty(1, device='cuda').device.type == 'cpu'"),
+    Answer("megatron.core.dist_checkpointing.strategies.state_dict_saver.torch", cpu_torch,
+           "device='cuda' when ranks agree on a cached save plan",
+           "megatron.core.dist_checkpointing.strategies.state_dict_saver", "device='cuda'",
+           "m('megatron.core.dist_checkpointing.strategies.state_dict_saver').torch.tensor([1], device='cuda')"
+           ".device.type == 'cpu'"),
     Answer("megatron.core.tensor_parallel.random._set_cuda_rng_state", always(_set_rng_state),
            "queued until CUDA initializes, which never happens: the tracker would never switch states",
            "megatron.core.tensor_parallel.random", "_lazy_call(cb)",
