@@ -23,7 +23,8 @@ from typing import Any
 
 from mca_lib.errors import ModelError
 
-_CHUNK = 1 << 20
+# Also what an interruption may lose of a file.
+_CHUNK = 128 << 10
 _ATTEMPTS = 5
 _WORKERS = 4
 _REPORT_SECONDS = 1.0
@@ -75,7 +76,7 @@ def _resolve_huggingface(repo: str, revision: str) -> dict[str, Any]:
         where = f"is no local directory, and {api.endpoint} has no such repository or it is private"
         raise ModelError(f"{field} {where}; check the name, or set HF_TOKEN") from None
     except (HfHubHTTPError, OfflineModeIsEnabled, _transport_error()) as error:
-        return {"unreachable": f"{api.endpoint}: {str(error).splitlines()[0]}"}
+        return {"unreachable": f"{api.endpoint}: {_first_line(error)}"}
     files = [
         {
             "name": sibling.rfilename,
@@ -198,6 +199,10 @@ class _Meter:
             self._progress(done, self._total, unit="bytes")
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
 def _token() -> str | bool:
     """The token of the environment; False keeps the client from using one that lies on the disk."""
     return os.environ.get("HF_TOKEN") or False
@@ -216,14 +221,15 @@ def _transport_error() -> type[Exception]:
 
 def _resolve_modelscope(repo: str, revision: str) -> dict[str, Any]:
     """ModelScope lists no commit with its files, so a hash over names and contents stands for it."""
-    hub = _modelscope("modelscope_hub")
-    errors = _modelscope("modelscope_hub.errors")
+    hub = import_modelscope("modelscope_hub")
+    errors = import_modelscope("modelscope_hub.errors")
     try:
         listed = hub.HubApi().list_repo_files(repo, "model", revision=_modelscope_branch(revision))
     except errors.NetworkError as error:
-        return {"unreachable": f"ModelScope: {error}"}
+        return {"unreachable": f"ModelScope: {_first_line(error)}"}
     except errors.APIError as error:
-        raise ModelError(f"model.name_or_path: {repo} at {revision}: ModelScope answers: {error}") from None
+        answer = _first_line(error)
+        raise ModelError(f"model.name_or_path: {repo} at {revision}: ModelScope answers: {answer}") from None
     files = [
         {"name": entry.path, "size": entry.size, "sha256": entry.sha256, "git_sha1": None}
         for entry in sorted(listed, key=lambda entry: entry.path)
@@ -235,7 +241,7 @@ def _resolve_modelscope(repo: str, revision: str) -> dict[str, Any]:
 
 def _download_modelscope(repo: str, revision: str, files: list[dict[str, Any]], target: Path) -> None:
     names = [file["name"] for file in files]
-    _modelscope("modelscope").snapshot_download(
+    import_modelscope("modelscope").snapshot_download(
         repo, revision=_modelscope_branch(revision), local_dir=str(target), allow_patterns=names
     )
     for file in files:
@@ -249,7 +255,8 @@ def _modelscope_branch(revision: str) -> str:
     return "master" if revision == "main" else revision
 
 
-def _modelscope(module: str) -> Any:
+def import_modelscope(module: str) -> Any:
+    """A module of ModelScope's client, an optional dependency. Raises ModelError when it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError:

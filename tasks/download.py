@@ -27,8 +27,11 @@ from tasks.report import Reporter
 from tasks.section import Section
 from tasks.store import ArtifactStore
 
-# The only secrets that the children of this stage see.
-_TOKENS = ("HF_TOKEN", "MODELSCOPE_API_TOKEN")
+# The only secrets that the children of this stage see, and no reports of use to anyone.
+_CHILD: dict[str, Any] = {
+    "secrets": ("HF_TOKEN", "MODELSCOPE_API_TOKEN"),
+    "env": {"HF_HUB_DISABLE_TELEMETRY": "1"},
+}
 
 
 class ModelConfig(Section):
@@ -83,7 +86,9 @@ class DownloadStage(Stage):
             ModelError: there is no such model, or the hub cannot be reached and was never asked before.
         """
         local = Path(self.config.name_or_path).expanduser()
-        if self.config.source == "local" or (self.config.source == "auto" and (local.is_dir() or _is_path(local))):
+        if self.config.source == "local" or (
+            self.config.source == "auto" and (local.is_dir() or _is_path(self.config.name_or_path))
+        ):
             return dataclasses.replace(self, pinned=self._local(local, store))
         return dataclasses.replace(self, pinned=self._hub(store, report))
 
@@ -143,7 +148,7 @@ class DownloadStage(Stage):
         memory = store.root / ".revisions" / f"{blake3_hex(canonical_json(question), 16)}.json"
         with tempfile.TemporaryDirectory() as folder:
             tag = f"resolve-{uuid.uuid4().hex}"
-            answer = run_job("resolve_model", question, folder=Path(folder), tag=tag, secrets=_TOKENS)
+            answer = run_job("resolve_model", question, folder=Path(folder), tag=tag, **_CHILD)
         if "unreachable" in answer:
             known = _recall(memory)
             if known is None and _is_commit(self.config.revision):
@@ -173,7 +178,7 @@ class DownloadStage(Stage):
             "files": wanted,
             "target": str(snapshot),
         }
-        ctx.run_job("download_model", spec, secrets=_TOKENS)
+        ctx.run_job("download_model", spec, **_CHILD)
         groups = self._select([file["name"] for file in pinned.files])
         check_model_files(snapshot, groups)
         for file in wanted:
@@ -197,9 +202,9 @@ class DownloadStage(Stage):
         )
 
 
-def _is_path(name: Path) -> bool:
-    """Whether a name can only be meant as a path: a repository id has at most one slash and does not start with one."""
-    return name.is_absolute() or name.parts[:1] in ((".",), ("..",)) or len(name.parts) > 2
+def _is_path(name: str) -> bool:
+    """Whether a name can only be meant as a path: a repository id has one slash at most, inside."""
+    return name.startswith(("/", "./", "../", "~")) or name.endswith("/") or name.count("/") > 1
 
 
 def _is_commit(revision: str) -> bool:

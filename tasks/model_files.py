@@ -109,7 +109,7 @@ def safetensors_names(path: Path) -> set[str]:
     with open(path, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        if length > min(size, _MAX_HEADER):
+        if length > min(size - 8, _MAX_HEADER):
             raise ModelError(f"{path}: not a whole safetensors file ({size} bytes); fetch it again")
         raw = file.read(length)
     try:

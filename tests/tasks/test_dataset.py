@@ -1,0 +1,197 @@
+"""The key of the dataset stage holds what decides the tokens, and the stage publishes what the job makes."""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import tasks.dataset
+from mca_lib.data.token_store import TokenStore
+from mca_lib.errors import ConfigError, DataError, ModelError
+from mca_lib.tiny_models import make_tokenizer
+from tasks.dataset import DatasetConfig, DatasetStage
+from tasks.digests import digest_file
+from tasks.stage import Miss, Produced, Stage, ensure, probe
+from tasks.store import ArtifactStore
+
+ROWS = [{"instruction": f"Name {i}", "input": "", "output": f"The number is {i}."} for i in range(40)]
+
+
+@dataclass(frozen=True)
+class ModelStage(Stage):
+    """Stands for the download stage: a tokenizer and a config.json."""
+
+    source: Path
+    name = "download"
+    version = 1
+
+    def identity(self):
+        return {"files": {path.name: digest_file(path) for path in sorted(self.source.iterdir())}}
+
+    def produce(self, ctx):
+        shutil.copytree(self.source, ctx.staging, dirs_exist_ok=True)
+        return Produced(parts={"tokenizer": digest_file(self.source / "tokenizer.json")})
+
+
+@pytest.fixture
+def store(tmp_path):
+    return ArtifactStore(tmp_path / "store")
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    directory = tmp_path / "model"
+    make_tokenizer().save_pretrained(directory)
+    (directory / "config.json").write_text('{"vocab_size": 1024}')
+    return directory
+
+
+@pytest.fixture
+def model(store, model_dir):
+    return ensure(store, ModelStage(model_dir)).artifact
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "data" / "rows.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(ROWS))
+    return path
+
+
+def stage(model, *files, **fields):
+    config = {"files": [str(path) for path in files], "template": "chatml", "cutoff_len": 128, **fields}
+    return DatasetStage(DatasetConfig(**config), "sft", model)
+
+
+def test_the_artifact_holds_both_splits_and_is_found_again(store, model, data):
+    first = ensure(store, stage(model, data, eval_fraction=0.1))
+    artifact = first.artifact
+    assert not first.cached
+    assert {path.name for path in artifact.path.iterdir()} >= {"train", "eval", "meta.json", "stats.json", "preview.md"}
+    train, held_out = (TokenStore.open(artifact.path / split) for split in ("train", "eval"))
+    assert train.num_documents + held_out.num_documents == len(ROWS)
+    assert set(artifact.parts) == {"train", "eval"}
+    assert artifact.stats["rows"]["kept"] == len(ROWS)
+    again = ensure(store, stage(model, data, eval_fraction=0.1, num_workers=2))
+    assert again.cached
+    assert again.artifact.key == artifact.key
+
+
+def test_a_bad_row_is_named_by_the_stages_error_and_nothing_is_published(store, model, data):
+    data.write_text(json.dumps([*ROWS, {"instruction": "x"}]))
+    with pytest.raises(DataError, match=rf"{data}:1 \(row 41\): missing column 'output'"):
+        ensure(store, stage(model, data))
+    assert not store.ls("dataset")
+
+
+def test_touching_or_moving_a_file_changes_nothing(model, data, tmp_path):
+    before = stage(model, data).identity()
+    os.utime(data, (1, 1))
+    assert stage(model, data).identity() == before
+    moved = tmp_path / "elsewhere" / "rows.json"
+    moved.parent.mkdir()
+    shutil.move(data, moved)
+    assert stage(model, moved).identity() == before
+
+
+def test_a_plan_names_the_file_in_which_a_row_changed(store, model, data, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(ROWS[:3]))
+    ensure(store, stage(model, data, other))
+    other.write_text(json.dumps(ROWS[:2]))
+    answer = probe(store, stage(model, data, other))
+    assert isinstance(answer, Miss)
+    assert [change.field for change in answer.changed] == ["identity.files.2 other.json"]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("seed", 7),
+        ("cutoff_len", 64),
+        ("packing", False),
+        ("template", "qwen"),
+        ("mask_history", True),
+        ("max_rows", 5),
+    ],
+)
+def test_a_field_that_decides_the_tokens_is_in_the_key(model, data, field, value):
+    before, after = stage(model, data).identity(), stage(model, data, **{field: value}).identity()
+    assert {name for name in before if before[name] != after[name]} == {field}
+
+
+def test_the_number_of_workers_is_not_in_the_key(model, data):
+    assert stage(model, data, num_workers=8).identity() == stage(model, data).identity()
+
+
+def test_no_path_is_in_the_key(model, data, tmp_path):
+    assert str(tmp_path) not in json.dumps(stage(model, data).identity())
+
+
+def test_the_order_of_files_is_in_the_key(model, data, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(ROWS[:3]))
+    assert stage(model, data, other).identity() != stage(model, other, data).identity()
+
+
+def test_what_dataset_info_says_about_the_rows_is_in_the_key(model, data):
+    info = data.parent / "dataset_info.json"
+    fields = {"dataset_dir": str(data.parent), "names": ["demo"]}
+
+    def identity(**entry):
+        info.write_text(json.dumps({"demo": {"file_name": "rows.json", **entry}, "unused": {"file_name": "x.json"}}))
+        return stage(model, **fields).identity()
+
+    before = identity()
+    assert before["files"].keys() == {"1 demo/rows.json"}
+    assert identity() == before
+    assert identity(columns={"prompt": "input", "response": "output"})["entries"] != before["entries"]
+
+
+def test_the_versions_of_the_tokenizing_libraries_are_in_the_key(model, data, monkeypatch):
+    before = stage(model, data).identity()
+    assert set(before["libraries"]) == {"transformers", "tokenizers", "llamafactory"}
+    monkeypatch.setattr(tasks.dataset, "version", lambda name: "0.0.1")
+    assert stage(model, data).identity()["libraries"] != before["libraries"]
+
+
+def test_of_the_model_only_tokenizer_and_vocabulary_are_in_the_key(store, model, model_dir, data):
+    (model_dir / "model.safetensors").write_bytes(b"weights")
+    other = ensure(store, ModelStage(model_dir)).artifact
+    one, two = stage(model, data), stage(other, data)
+    assert other.digest != model.digest
+    assert one.identity() == two.identity()
+    assert one.inputs()["tokenizer"].digest == two.inputs()["tokenizer"].digest
+
+
+def test_a_model_without_a_vocabulary_size_is_refused(store, model_dir, data):
+    (model_dir / "config.json").write_text("{}")
+    model = ensure(store, ModelStage(model_dir)).artifact
+    with pytest.raises(ModelError, match=r"config\.json: vocab_size is None"):
+        stage(model, data).identity()
+
+
+def test_a_missing_file_is_named_before_anything_runs(store, model, tmp_path):
+    with pytest.raises(DataError, match=r"dataset\.files\[0\]: there is no file"):
+        probe(store, stage(model, tmp_path / "nope.json"))
+
+
+def test_a_field_that_contradicts_another_is_named_before_anything_runs(store, model, data):
+    with pytest.raises(ConfigError, match="formatting text does not go with training"):
+        probe(store, stage(model, data, formatting="text"))
+
+
+def test_data_that_changes_while_it_is_read_is_not_published(model, data, tmp_path):
+    """Else its tokens would lie under the key of other data."""
+
+    def run_job(name, spec):
+        data.write_text(json.dumps(ROWS[:1]))
+        return {"digest": "d", "parts": {}, "stats": {}}
+
+    with pytest.raises(DataError, match="changed while they were read"):
+        stage(model, data).produce(SimpleNamespace(staging=tmp_path / "staging", run_job=run_job))
