@@ -1,0 +1,67 @@
+"""One rank as a process: it never outlives its launcher, and it says why it failed.
+
+A rank that fails writes `rank-<R>.json` into the directory that `MCAFLOW_RANK_ERRORS` names, in the format of
+`mca_lib.job`'s results, plus the rank and the time. The launcher takes the earliest: the first rank to fail is the
+cause, the others then lose their connections.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from mca_lib.errors import UserError
+from mca_lib.job import disk_error
+
+ERRORS_VARIABLE = "MCAFLOW_RANK_ERRORS"
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_launcher() -> None:
+    """Have the kernel kill this process when the one that started it ends, in whatever way. Linux only."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    launcher = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:
+        sys.exit(128 + signal.SIGKILL)  # it ended before the kernel knew that we wanted to be told
+
+
+def as_user_error(error: BaseException) -> UserError | None:
+    """The error if a user can mend it, a full disk included; None for a defect."""
+    if isinstance(error, UserError):
+        return error
+    return disk_error(error) if isinstance(error, OSError) else None
+
+
+def report_failure(error: BaseException) -> None:
+    """Write this rank's failure for the launcher; does nothing where no launcher asked for it."""
+    directory = os.environ.get(ERRORS_VARIABLE)
+    if not directory:
+        return
+    user = as_user_error(error)
+    rank = int(os.environ.get("RANK", "0"))
+    failure = {
+        "ok": False,
+        "kind": "user" if user else "internal",
+        "type": type(user or error).__name__,
+        "message": str(user or error),
+        "traceback": "".join(traceback.format_exception(error)),
+        "rank": rank,
+        "time": time.time(),
+    }
+    path = Path(directory) / f"rank-{rank}.json"
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(failure))
+    os.replace(temporary, path)
+
+
+def first_failure(directory: Path) -> dict[str, Any] | None:
+    """The earliest failure that ranks have written; a user's mistake goes before what followed from it."""
+    failures = [json.loads(path.read_text()) for path in directory.glob("rank-*.json")]
+    return min(failures, key=lambda failure: (failure["kind"] != "user", failure["time"]), default=None)

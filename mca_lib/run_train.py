@@ -1,0 +1,214 @@
+"""Train on Megatron-Core, one process per rank:
+
+    python -m torch.distributed.run --nproc-per-node N -m mca_lib.run_train ARGS.json
+    python -m mca_lib.run_train --model_name_or_path DIR --token_store STORE --output_dir OUT
+
+Arguments are those of `mca_lib.trainers` (a JSON or YAML file, or flags). The trained MCA checkpoint is written to
+`final_dir`, figures to `output_dir/train_result.json`. Exit status: 0, 2 for a mistake of the user, 143 after SIGTERM
+with a checkpoint written, 1 otherwise.
+"""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mca_lib.errors import ConfigError, DataError, ModelError
+from mca_lib.rank_process import as_user_error, die_with_launcher, report_failure
+from mca_lib.trainers.arguments import (
+    DataArguments,
+    FinetuningArguments,
+    GeneratingArguments,
+    ModelArguments,
+    UseMcaArguments,
+)
+from mca_lib.trainers.dpo_trainer import refuse_dpo
+from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
+
+type Arguments = tuple[
+    Seq2SeqTrainingArguments,
+    ModelArguments,
+    DataArguments,
+    FinetuningArguments,
+    GeneratingArguments,
+    UseMcaArguments,
+]
+
+
+def download_model(model_name_or_path: str, local_dir: str | None = None) -> str:
+    """A local directory with the model: itself, or a snapshot from the hub (ModelScope with USE_MODELSCOPE=1).
+
+    Callers on one machine download once: the others wait at a lock and find the files.
+
+    Raises:
+        ModelError: the path does not exist and is no name of the hub.
+    """
+    if os.path.isdir(model_name_or_path):
+        return model_name_or_path
+    if model_name_or_path.startswith((".", "/", "~")):
+        raise ModelError(f"model_name_or_path={model_name_or_path!r} is not a directory")
+    from filelock import FileLock
+
+    cache = Path(os.environ.get("MCAFLOW_CACHE", "~/.cache/mcaflow")).expanduser() / "locks"
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(cache / f"{model_name_or_path.replace('/', '--')}.lock"):
+        if os.environ.get("USE_MODELSCOPE", "0").lower() in ("1", "true"):
+            from modelscope import snapshot_download
+        else:
+            from huggingface_hub import snapshot_download
+        return snapshot_download(model_name_or_path, local_dir=local_dir)
+
+
+def get_args(argv: Sequence[str] | None = None) -> Arguments:
+    """The six argument groups from one JSON or YAML file, or from flags. Unknown names are refused.
+
+    Raises:
+        ConfigError: a name is unknown, or a value is impossible.
+    """
+    from transformers import HfArgumentParser
+
+    argv = sys.argv[1:] if argv is None else list(argv)
+    groups = [
+        Seq2SeqTrainingArguments,
+        ModelArguments,
+        DataArguments,
+        FinetuningArguments,
+        GeneratingArguments,
+        UseMcaArguments,
+    ]
+    parser = HfArgumentParser(groups)
+    try:
+        if len(argv) == 1 and argv[0].endswith(".json"):
+            return parser.parse_json_file(argv[0])
+        if len(argv) == 1 and argv[0].endswith((".yaml", ".yml")):
+            return parser.parse_yaml_file(argv[0])
+        return parser.parse_args_into_dataclasses(argv)
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(f"{argv[0] if argv else 'arguments'}: {' '.join(str(error).split())}") from None
+
+
+def data_collator_wrapper(
+    data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
+) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
+    """Shift for next-token prediction, before collating: labels lose their first token, all else its last.
+
+    Megatron-Core compares logits at s with labels at s, while transformers' models shift by themselves. Rows of a
+    token store are shifted already and must not come here.
+    """
+
+    def wrapper(features: list[dict[str, Any]]) -> Mapping[str, Any]:
+        shifted = [
+            {name: values[1:] if name == "labels" else values[:-1] for name, values in feature.items()}
+            for feature in features
+        ]
+        return data_collator(shifted)
+
+    return wrapper
+
+
+def setup_lora_training(model: Any, finetuning_args: FinetuningArguments) -> NoReturn:
+    """Refuses: adapters on Megatron-Core are not part of this release."""
+    raise ConfigError(
+        f"finetuning_type='lora' (lora_rank={finetuning_args.lora_rank}) is not supported yet: use 'full'"
+    )
+
+
+def pt_mca_train(training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, data_args: DataArguments) -> None:
+    """Pretraining: every token of a document but its first carries loss, as the token store says."""
+    _train(training_args, model_args, data_args)
+
+
+def sft_mca_train(
+    training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, data_args: DataArguments
+) -> None:
+    """Supervised fine-tuning: the loss mask of the token store picks the answers."""
+    _train(training_args, model_args, data_args)
+
+
+def dpo_mca_train(
+    training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, data_args: DataArguments
+) -> NoReturn:
+    """Refuses: preference optimization is not part of this release."""
+    refuse_dpo()
+
+
+STAGES = {"pt": pt_mca_train, "sft": sft_mca_train, "dpo": dpo_mca_train}
+
+
+def mca_train(
+    training_args: Seq2SeqTrainingArguments,
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    finetuning_args: FinetuningArguments,
+) -> None:
+    """Train on Megatron-Core. What is not supported is refused before anything is loaded."""
+    if finetuning_args.finetuning_type == "lora":
+        setup_lora_training(None, finetuning_args)
+    STAGES[finetuning_args.stage](training_args, model_args, data_args)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of every rank. Raises what went wrong, after leaving word for the launcher."""
+    die_with_launcher()
+    try:
+        training_args, model_args, data_args, finetuning_args, _, use_mca_args = get_args(argv)
+        if not use_mca_args.use_mca:
+            raise ConfigError("use_mca=false (LLaMA-Factory's trainers) is not supported yet: use use_mca=true")
+        mca_train(training_args, model_args, data_args, finetuning_args)
+    except Exception as error:
+        report_failure(error)
+        raise
+
+
+def _train(training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, data_args: DataArguments) -> None:
+    from mca_lib.data.token_store import TokenStore
+    from mca_lib.parallel import destroy_model_parallel, initialize_model_parallel
+
+    if data_args.token_store is None:
+        raise ConfigError("token_store is missing: give the directory that holds the splits train and eval")
+    splits = {name: Path(data_args.token_store) / name for name in ("train", "eval")}
+    if not splits["train"].is_dir():
+        raise DataError(f"token_store={data_args.token_store!r} has no split 'train'")
+    training_args.batch_shape(training_args.world_size)
+    train_rows = TokenStore.open(splits["train"])
+    eval_rows = TokenStore.open(splits["eval"]) if splits["eval"].is_dir() and training_args.do_eval else None
+    _log_to_parent()
+    directory = download_model(model_args.model_name_or_path, model_args.cache_dir)
+    initialize_model_parallel(training_args, training_args.seed)
+
+    from mca_lib.models import AutoModel
+    from mca_lib.trainers import McaTrainer
+
+    model = AutoModel.from_pretrained(directory, training_args)
+    McaTrainer(model, training_args, train_rows, eval_rows).train()
+    destroy_model_parallel()
+
+
+def _log_to_parent() -> None:
+    from mca_lib.trainers.progress import ProgressHandler
+
+    if os.environ.get("RANK", "0") == "0":
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("mca_lib").addHandler(ProgressHandler())
+
+
+def _run() -> int:
+    """`main` with an exit status; torchrun's summary gets the traceback of a defect through `record`."""
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    try:
+        record(main)()
+    except Exception as error:
+        user = as_user_error(error)
+        if user is None:
+            raise
+        if os.environ.get("RANK", "0") == "0":
+            print(user, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_run())

@@ -1,0 +1,188 @@
+"""Megatron-Core's engine around a model: gradient buffers, optimizer, pipeline schedule, learning rate.
+
+One object per rank. It knows tensors and process groups; rows, files and logs are the trainer's business.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module, MegatronModule
+
+from mca_lib.parallel import pipeline_communication
+from mca_lib.platforms import current_platform
+from mca_lib.trainers.batches import MicroBatch
+from mca_lib.trainers.loss import TokenLoss, token_loss
+from mca_lib.trainers.training_args import TrainingArguments
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What one step did, the same on every rank."""
+
+    loss_sum: float
+    loss_tokens: int
+    tokens: int
+    """Tokens that went through the model, padding excluded."""
+    grad_norm: float
+    """Before clipping; nan for an evaluation."""
+
+    @property
+    def loss(self) -> float:
+        """Mean per token with loss; nan when there is none."""
+        return self.loss_sum / self.loss_tokens if self.loss_tokens else math.nan
+
+
+class Engine:
+    """Wraps the chunks of one rank for training.
+
+    Args:
+        chunks: the rank's model chunks, one per virtual pipeline stage.
+        args: training arguments.
+        total_steps: where the learning rate schedule ends.
+    """
+
+    def __init__(self, chunks: Sequence[MegatronModule], args: TrainingArguments, total_steps: int) -> None:
+        self.args = args
+        self.bare_chunks = list(chunks)
+        self.device = current_platform().device
+        config = self.bare_chunks[0].config
+        # Gradients are summed over replicas and divided once by the tokens of the step; DDP reads this when built.
+        config.calculate_per_token_loss = True
+        for name, value in pipeline_communication(args).items():
+            setattr(config, name, value)
+        self.chunks = [self._wrap(chunk) for chunk in self.bare_chunks]
+        self.optimizer = self._optimizer()
+        self.scheduler = self._scheduler(total_steps)
+        config.finalize_model_grads_func = finalize_model_grads
+        config.grad_scale_func = self.optimizer.scale_loss
+        self._run = get_forward_backward_func()
+
+    def train_step(self, batches: Sequence[MicroBatch]) -> StepMetrics:
+        """Forward, backward, clip, update. All ranks take part, with as many micro batches each."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reports = self._forward_backward(batches, forward_only=False)
+        _, grad_norm, _ = self.optimizer.step()
+        self.scheduler.step(increment=1)
+        return self._metrics(reports, batches, float(grad_norm))
+
+    @torch.no_grad()
+    def evaluate_step(self, batches: Sequence[MicroBatch]) -> StepMetrics:
+        """Forward only."""
+        for chunk in self.chunks:
+            chunk.eval()
+        return self._metrics(self._forward_backward(batches, forward_only=True), batches, math.nan)
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether the flag is set on some rank; the same answer everywhere."""
+        raised = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(raised, op=dist.ReduceOp.MAX)
+        return bool(raised)
+
+    def _forward_backward(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+        several = len(self.chunks) > 1
+        return self._run(
+            forward_step_func=_forward_step,
+            data_iterator=[iter(batches) for _ in self.chunks] if several else iter(batches),
+            model=self.chunks if several else self.chunks[0],
+            num_microbatches=len(batches),
+            # Over all context and tensor parallel ranks; only pipelines read it, and there all lengths are equal.
+            seq_length=batches[0].input_ids_1S.shape[1] * self.args.context_parallel_size,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _metrics(
+        self, reports: list[dict[str, torch.Tensor]], batches: Sequence[MicroBatch], grad_norm: float
+    ) -> StepMetrics:
+        """Sum the last stage's reports over replicas and context ranks, and tell the other stages."""
+        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        for report in reports:  # empty but on the last stage
+            totals[0] += report["loss_sum"]
+            totals[1] += report["num_tokens"]
+        if parallel_state.get_context_parallel_rank() == 0:
+            totals[2] = sum(batch.num_tokens for batch in batches)
+        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(totals, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        loss_sum, loss_tokens, tokens = totals.tolist()
+        return StepMetrics(loss_sum, int(loss_tokens), int(tokens), grad_norm)
+
+    def _wrap(self, chunk: MegatronModule) -> DistributedDataParallel:
+        config = chunk.config
+        chunk.to(self.device)
+        ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            use_distributed_optimizer=self.args.use_distributed_optimizer,
+            # One bucket: with several, megatron-core 0.19.2 warns of corrupted `fully_reshardable` checkpoints.
+            overlap_grad_reduce=False,
+            bucket_size=None,
+        )
+        inner = Float16Module(config, chunk.bfloat16()) if self.args.bf16 else chunk
+        return DistributedDataParallel(config, ddp_config, inner)
+
+    def _optimizer(self) -> MegatronOptimizer:
+        args = self.args
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=args.learning_rate,
+            min_lr=args.min_learning_rate,
+            weight_decay=args.weight_decay,
+            adam_beta1=args.adam_beta1,
+            adam_beta2=args.adam_beta2,
+            adam_eps=args.adam_epsilon,
+            # Megatron computes the norm only when it clips; an infinite threshold measures without clipping.
+            clip_grad=args.max_grad_norm or math.inf,
+            bf16=args.bf16,
+            params_dtype=args.params_dtype,
+            use_distributed_optimizer=args.use_distributed_optimizer,
+        )
+        return get_megatron_optimizer(config, self.chunks)
+
+    def _scheduler(self, total_steps: int) -> OptimizerParamScheduler:
+        """Step t trains with the rate of transformers' schedule at t: 0 at the start of a warm-up."""
+        args = self.args
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=args.learning_rate,
+            min_lr=min(args.min_learning_rate, args.learning_rate),
+            lr_warmup_steps=min(args.get_warmup_steps(total_steps), total_steps - 1),
+            lr_decay_steps=total_steps,
+            lr_decay_style=args.decay_style,
+            start_wd=args.weight_decay,
+            end_wd=args.weight_decay,
+            wd_incr_steps=total_steps,
+            wd_incr_style="constant",
+        )
+
+
+def _forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[TokenLoss]]:
+    """One micro batch through one chunk, for Megatron's schedule: its output, and what makes a loss of it."""
+    batch = next(batches)
+    output = model(
+        batch.input_ids_1S,
+        batch.position_ids_1S,
+        None,
+        labels=batch.labels_1S,
+        packed_seq_params=batch.packed,
+    )
+    return output, partial(token_loss, loss_mask_1S=batch.loss_mask_1S)

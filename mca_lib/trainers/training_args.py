@@ -1,0 +1,157 @@
+"""Training arguments: transformers' `TrainingArguments`, plus the parallel layout, plus Megatron's own.
+
+Names of transformers are kept, with their meaning: `per_device_train_batch_size` is the micro batch size,
+`gradient_accumulation_steps` the number of micro batches. A field of transformers that the Megatron trainer does not
+honour is refused when it is set, never ignored: `HONOURED` is the list of those that work.
+"""
+
+import os
+from dataclasses import dataclass, field, fields
+
+import torch
+import transformers
+from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+
+from mca_lib.errors import ConfigError
+from mca_lib.parallel import DistributingParallelArguments
+from mca_lib.platforms import current_platform
+from mca_lib.trainers.schedule import BatchShape
+
+# Fields of transformers' TrainingArguments that have their effect here.
+# fmt: off
+HONOURED = frozenset({
+    "output_dir", "do_train", "do_eval", "seed", "bf16", "use_cpu", "ddp_timeout",
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+    "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
+    "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
+    "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
+})
+# Fields without effect on the result, which callers of transformers set by habit.
+HARMLESS = frozenset({
+    "report_to", "disable_tqdm", "log_level", "remove_unused_columns", "run_name", "logging_strategy",
+})
+# fmt: on
+
+SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+"""transformers' name → decay style of Megatron's scheduler."""
+
+
+@dataclass
+class MegatronArguments(DistributingParallelArguments):
+    """What Megatron-Core adds to transformers' arguments."""
+
+    global_batch_size: int | None = field(
+        default=None,
+        metadata={"help": "Rows per optimizer step over all ranks; sets gradient_accumulation_steps."},
+    )
+    use_distributed_optimizer: bool = field(
+        default=True, metadata={"help": "Share the optimizer's state between data parallel ranks."}
+    )
+    recompute_granularity: str = field(
+        default="none",
+        metadata={"help": "Activations to recompute instead of keeping.", "choices": ["none", "selective", "full"]},
+    )
+    min_learning_rate: float = field(default=0.0, metadata={"help": "Where linear and cosine schedules end."})
+    final_dir: str | None = field(
+        default=None, metadata={"help": "Gets the trained MCA checkpoint; default: <output_dir>/final."}
+    )
+
+
+@dataclass
+class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
+    """Arguments of the Megatron trainers. Raises ConfigError for values that it cannot honour."""
+
+    def __post_init__(self) -> None:
+        self._refuse_ignored_fields()
+        on_cpu = current_platform().device_type == "cpu"
+        self.use_cpu = self.use_cpu or on_cpu  # else transformers refuses bf16 without a GPU
+        self.report_to = []
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError) as error:
+            raise ConfigError(" ".join(str(error).split())) from None
+        if self.lr_scheduler_type.value not in SCHEDULES:
+            raise ConfigError(f"lr_scheduler_type={self.lr_scheduler_type.value!r}: use one of {sorted(SCHEDULES)}")
+        if self.recompute_granularity not in ("none", "selective", "full"):
+            raise ConfigError(f"recompute_granularity={self.recompute_granularity!r}: use none, selective or full")
+        if self.save_strategy is SaveStrategy.BEST:
+            raise ConfigError("save_strategy='best': use no, steps or epoch")
+        if self.max_steps == 0 or self.max_steps < -1:
+            raise ConfigError(f"max_steps={self.max_steps}: use a positive number, or -1 for num_train_epochs")
+
+    @property
+    def decay_style(self) -> str:
+        """Name of the schedule for Megatron's scheduler."""
+        return SCHEDULES[self.lr_scheduler_type.value]
+
+    @property
+    def params_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def batch_shape(self, world_size: int) -> BatchShape:
+        """How a step is spread over `world_size` ranks. Raises ConfigError when it cannot be."""
+        self.check(world_size)
+        replicas = self.data_parallel_size(world_size)
+        micro = self.per_device_train_batch_size
+        interleaved = (self.virtual_pipeline_model_parallel_size or 1) > 1
+        return BatchShape(
+            global_batch_size=self.global_batch_size or micro * replicas * self.gradient_accumulation_steps,
+            micro_batch_size=micro,
+            data_parallel_size=replicas,
+            micro_batch_multiple=self.pipeline_model_parallel_size if interleaved else 1,
+        )
+
+    def saves_at(self, step: int, steps_per_epoch: int) -> bool:
+        """A checkpoint is due after this step."""
+        return _due(self.save_strategy, self.save_steps, step, steps_per_epoch)
+
+    def evaluates_at(self, step: int, steps_per_epoch: int) -> bool:
+        """An evaluation is due after this step."""
+        return _due(self.eval_strategy, self.eval_steps or 0, step, steps_per_epoch)
+
+    # transformers derives these by starting accelerate, which would open a process group of its own.
+
+    @property
+    def _setup_devices(self) -> torch.device:
+        return current_platform().device
+
+    @property
+    def n_gpu(self) -> int:
+        return int(current_platform().device_type == "cuda")
+
+    @property
+    def world_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", "1"))
+
+    @property
+    def process_index(self) -> int:
+        return int(os.environ.get("RANK", "0"))
+
+    @property
+    def local_process_index(self) -> int:
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    def _refuse_ignored_fields(self) -> None:
+        known = HONOURED | HARMLESS
+        for spec in fields(transformers.TrainingArguments):
+            if spec.name in known or not spec.init:
+                continue
+            default = spec.default_factory() if callable(spec.default_factory) else spec.default
+            value = getattr(self, spec.name)
+            if value != default:
+                raise ConfigError(
+                    f"{spec.name}={value!r} has no effect in the Megatron-Core trainer: leave it at {default!r}"
+                )
+
+
+@dataclass
+class Seq2SeqTrainingArguments(TrainingArguments):
+    """The name under which LLaMA-Factory's interface knows them; nothing is added."""
+
+
+def _due(strategy: IntervalStrategy | SaveStrategy, every: float, step: int, steps_per_epoch: int) -> bool:
+    if strategy in (IntervalStrategy.STEPS, SaveStrategy.STEPS):
+        return every >= 1 and step % int(every) == 0
+    if strategy in (IntervalStrategy.EPOCH, SaveStrategy.EPOCH):
+        return step % steps_per_epoch == 0
+    return False

@@ -1,0 +1,51 @@
+"""The parallel layout, the micro batch size and packing decide speed and memory, never loss or gradient."""
+
+import numpy as np
+import pytest
+
+from tests.mca_lib.trainers.training import history, make_model, make_store, plain_training, train
+
+STEPS = 12
+# fp32; sums are taken in another order.
+TOLERANCE = 1e-4
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "DP2": (2, {}),
+    "DP2 without the distributed optimizer": (2, {"use_distributed_optimizer": False}),
+    "TP2": (2, {"tensor_model_parallel_size": 2}),
+    "TP2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "PP2": (2, {"pipeline_model_parallel_size": 2}),
+    "PP2 in two chunks": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "CP2": (2, {"context_parallel_size": 2}),
+    "micro batch of 2": (1, {"per_device_train_batch_size": 2}),
+    "micro batch of 4": (1, {"per_device_train_batch_size": 4}),
+    "TP2 PP2": (4, {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}),
+    "full recomputation": (1, {"recompute_granularity": "full"}),
+    "selective recomputation": (1, {"recompute_granularity": "selective"}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(ranks, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("layouts")
+    ranks(1, make_model, folder / "model")
+    make_store(folder / "store", rows=18)  # 4 steps of 4 and one of 2 rows per epoch
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plain(ranks, folder) -> np.ndarray:
+    return np.array(ranks(1, plain_training, f"{folder}/model", f"{folder}/store", STEPS)[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_losses_and_gradient_norms_equal_plain_torch(ranks, folder, plain, layout):
+    world_size, options = LAYOUTS[layout]
+    options = {"max_steps": STEPS, **options}
+    values = ranks(world_size, train, f"{folder}/model", f"{folder}/store", f"{folder}/{layout}", options)
+    np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)
+
+
+def test_the_run_learns(plain):
+    assert plain[-1, 0] < 0.8 * plain[0, 0]

@@ -1,0 +1,149 @@
+"""What the trainer's tests share: a tiny model, token stores, and a training run as a rank executes it."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mca_lib.data.token_store import TokenStoreWriter
+
+VOCAB = 128
+HYPERPARAMETERS = {
+    "global_batch_size": 4,
+    "learning_rate": 5e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 1.0,
+    "per_device_train_batch_size": 1,
+    "logging_steps": 1,
+    "save_steps": 0,
+    "seed": 5,
+}
+
+
+def make_model(directory: Path, family: str = "llama", **overrides: Any) -> Path:
+    """A Hugging Face directory with random weights, no tokenizer: 4 layers, 32 wide."""
+    import torch
+    import transformers
+
+    classes = {"llama": "Llama", "qwen3": "Qwen3"}
+    config = getattr(transformers, f"{classes[family]}Config")(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+        **{"tie_word_embeddings": False, "dtype": "float32", **overrides},
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        getattr(transformers, f"{classes[family]}ForCausalLM")(config).save_pretrained(directory)
+    return directory
+
+
+def make_store(directory: Path, rows: int, *, split: str = "train", seed: int = 0, masked: Sequence[int] = ()) -> Path:
+    """`rows` packs of one to three documents of random tokens; the rows in `masked` have no loss at all."""
+    random = np.random.default_rng(seed)
+    with TokenStoreWriter(directory / split) as writer:
+        for row in range(rows):
+            documents = []
+            for _ in range(random.integers(1, 4)):
+                length = int(random.integers(5, 20))
+                # Few distinct tokens, so that there is something to learn.
+                tokens = random.integers(0, 12, length)
+                mask = random.random(length) < (0.0 if row in masked else 0.7)
+                documents.append((tokens, mask))
+            writer.add_row(documents)
+    return directory
+
+
+def train(model: str, store: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
+    """One rank of a training run. Returns its result and its log."""
+    from mca_lib.data.token_store import TokenStore
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import initialize_model_parallel
+    from mca_lib.trainers import McaTrainer, Seq2SeqTrainingArguments
+    from mca_lib.trainers.progress import read_log
+
+    args = Seq2SeqTrainingArguments(output_dir=out, **{**HYPERPARAMETERS, **options})
+    initialize_model_parallel(args, args.seed)
+    splits = [Path(store) / name for name in ("train", "eval")]
+    stores = [TokenStore.open(path) if path.is_dir() else None for path in splits]
+    result = McaTrainer(AutoModel.from_pretrained(model, args), args, *stores).train()
+    log = [line for line in read_log(Path(out)) if "loss" in line]
+    return {"result": asdict(result), "log": log}
+
+
+def plain_training(model: str, store: str, steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, by transformers and torch alone, one document at a time."""
+    import torch
+    from transformers import AutoModelForCausalLM, get_scheduler
+
+    from mca_lib.data.token_store import TokenStore
+    from mca_lib.trainers.schedule import Schedule
+
+    settings, rows = HYPERPARAMETERS, TokenStore.open(Path(store) / "train")
+    schedule = Schedule(len(rows), settings["global_batch_size"], settings["seed"], max_steps=steps)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
+    decayed = [p for p in network.parameters() if p.ndim > 1]
+    others = [p for p in network.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": settings["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
+        lr=settings["learning_rate"],
+    )
+    scheduler = get_scheduler(settings["lr_scheduler_type"], optimizer, settings["warmup_steps"], steps)
+    history = []
+    for step in range(steps):
+        loss_sum, count = torch.zeros(()), 0
+        for index in schedule.rows(step):
+            row, begin = rows[index], 0
+            for length in row.document_lengths:
+                ids = torch.from_numpy(row.input_ids[begin : begin + length])[None]
+                labels = torch.from_numpy(row.labels[begin : begin + length])
+                logits = network(input_ids=ids).logits[0]
+                loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
+                count += int((labels != -100).sum())
+                begin += int(length)
+        loss = loss_sum / count
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(network.parameters(), settings["max_grad_norm"])
+        optimizer.step()
+        scheduler.step()
+        history.append((loss.item(), norm.item()))
+    return history
+
+
+def history(values: list[dict[str, Any]]) -> np.ndarray:
+    """[steps, 2] loss and gradient norm, from what `train` returned on each rank."""
+    return np.array([(line["loss"], line["grad_norm"]) for line in values[0]["log"]])
+
+
+def weights(directory: Path) -> dict[str, Any]:
+    """Tensors of an MCA checkpoint directory, by name, read without any process group."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    reader = FileSystemReader(directory / "model")
+    found = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name: torch.empty(meta.size, dtype=meta.properties.dtype)
+        for name, meta in found.items()
+        if isinstance(meta, TensorStorageMetadata)
+    }
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
