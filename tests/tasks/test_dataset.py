@@ -68,18 +68,26 @@ def stage(model, *files, **fields):
     return DatasetStage(DatasetConfig(**config), "sft", model)
 
 
-def test_the_artifact_holds_both_splits_and_is_found_again(store, model, data):
-    first = ensure(store, stage(model, data, eval_fraction=0.1))
+def test_the_artifact_holds_both_splits_is_found_again_and_a_changed_row_is_named(store, model, data, tmp_path):
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps([{**row, "instruction": "Again"} for row in ROWS[:3]]))
+    first = ensure(store, stage(model, data, other, eval_fraction=0.1))
     artifact = first.artifact
     assert not first.cached
     assert {path.name for path in artifact.path.iterdir()} >= {"train", "eval", "meta.json", "stats.json", "preview.md"}
     train, held_out = (TokenStore.open(artifact.path / split) for split in ("train", "eval"))
-    assert train.num_documents + held_out.num_documents == len(ROWS)
+    assert train.num_documents + held_out.num_documents == len(ROWS) + 3
     assert set(artifact.parts) == {"train", "eval"}
-    assert artifact.stats["rows"]["kept"] == len(ROWS)
-    again = ensure(store, stage(model, data, eval_fraction=0.1, num_workers=2))
+    assert artifact.stats["rows"]["kept"] == len(ROWS) + 3
+
+    again = ensure(store, stage(model, data, other, eval_fraction=0.1, num_workers=2))
     assert again.cached
     assert again.artifact.key == artifact.key
+
+    other.write_text(json.dumps(ROWS[:2]))
+    answer = probe(store, stage(model, data, other, eval_fraction=0.1))
+    assert isinstance(answer, Miss)
+    assert [change.field for change in answer.changed] == ["identity.files.2 other.json"]
 
 
 def test_a_bad_row_is_named_by_the_stages_error_and_nothing_is_published(store, model, data):
@@ -97,16 +105,6 @@ def test_touching_or_moving_a_file_changes_nothing(model, data, tmp_path):
     moved.parent.mkdir()
     shutil.move(data, moved)
     assert stage(model, moved).identity() == before
-
-
-def test_a_plan_names_the_file_in_which_a_row_changed(store, model, data, tmp_path):
-    other = tmp_path / "other.json"
-    other.write_text(json.dumps(ROWS[:3]))
-    ensure(store, stage(model, data, other))
-    other.write_text(json.dumps(ROWS[:2]))
-    answer = probe(store, stage(model, data, other))
-    assert isinstance(answer, Miss)
-    assert [change.field for change in answer.changed] == ["identity.files.2 other.json"]
 
 
 @pytest.mark.parametrize(
