@@ -15,17 +15,12 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 
-from mca_lib.checkpoint.reader import CheckpointReader
-from mca_lib.converter.plan import entries
+from mca_lib.checkpoint.verify import verify_model
 from mca_lib.errors import CheckpointError
-from mca_lib.models.config import McaModelConfig
-from mca_lib.models.naming import checkpoint_parameters, stacked_key
+from mca_lib.models.naming import checkpoint_parameters
 
 if TYPE_CHECKING:
     from mca_lib.models.gpt import McaGPTModel
-
-WEIGHTS_FOLDER = "model"
-"""Folder of the torch_dist checkpoint within an MCA checkpoint directory."""
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -64,35 +59,6 @@ def load_model(models: list["McaGPTModel"], directory: str | Path) -> None:
         for name, parameter in checkpoint_parameters(model):
             if parameter.isnan().any():
                 raise CheckpointError(f"{directory}: {name} holds NaN or was not loaded in full")
-
-
-def verify_model(directory: str | Path, config: McaModelConfig) -> CheckpointReader:
-    """Check names, shapes and file sizes against the config, without reading weights; returns the open checkpoint.
-
-    Raises:
-        CheckpointError: lists what is missing, unexpected or of another shape.
-    """
-    reader = CheckpointReader(directory)
-    expected = expected_shapes(config)
-    found = {key: tuple(meta.size) for key, meta in reader.stored.items()}
-    problems = [f"{k} is missing" for k in expected if k not in found]
-    problems += [f"{k} is not part of the model" for k in found if k not in expected]
-    problems += [
-        f"{k} has shape {list(found[k])}, expected {list(s)}" for k, s in expected.items() if found.get(k, s) != s
-    ]
-    if problems:
-        raise CheckpointError(f"{directory}: of another model: {'; '.join(problems[:8])} ({len(problems)} in all)")
-    return reader
-
-
-def expected_shapes(config: McaModelConfig) -> dict[str, tuple[int, ...]]:
-    """Stored name → shape, for a model of this config; layers are stacked on a leading axis."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for entry in entries(config):
-        key, layer = stacked_key(entry.mca)
-        shape = entry.mapping.local_shape(config, 0, 1)
-        shapes[key] = shape if layer is None else (config.num_layers, *shape)
-    return shapes
 
 
 def _sharded_tensors(models: list["McaGPTModel"]) -> dict[str, ShardedTensor | ShardedTensorFactory]:

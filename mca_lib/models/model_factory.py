@@ -16,8 +16,9 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mca_lib.checkpoint.model import WEIGHTS_FOLDER, load_model, save_model
+from mca_lib.checkpoint.model import load_model, save_model
 from mca_lib.checkpoint.side_files import copy_side_files
+from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter
 from mca_lib.errors import ModelError

@@ -1,0 +1,74 @@
+"""Semantic digest of an MCA checkpoint: what it means, not how its files happen to be laid out.
+
+    weights      BLAKE3 over [name, dtype, shape, BLAKE3 of the bytes] of every tensor, sorted by name
+    config       BLAKE3 over mca_config.json in canonical form
+    tokenizer    BLAKE3 over name and bytes of the tokenizer's files and chat templates
+    generation   the same for generation_config.json and licences
+    digest       BLAKE3 over these parts
+
+A checkpoint written by eight ranks has the digest of the same weights written by one. One tensor is in memory at a
+time.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import blake3
+import torch
+
+from mca_lib.checkpoint.reader import CheckpointReader
+from mca_lib.checkpoint.side_files import side_files, tokenizer_files
+from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
+from mca_lib.errors import CheckpointError
+from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
+
+
+def digest(spec: dict[str, Any], progress: Any) -> dict[str, Any]:
+    """The job: {"checkpoint": directory} → {"digest", "parts"}."""
+    return checkpoint_digest(spec["checkpoint"], progress)
+
+
+def checkpoint_digest(directory: str | Path, progress: Any = None) -> dict[str, Any]:
+    """{"digest", "parts"} of an MCA checkpoint directory. Raises CheckpointError when it is not whole."""
+    directory = Path(directory)
+    if not is_mca_checkpoint(directory):
+        raise CheckpointError(f"{directory}: no {CONFIG_NAME}; give the directory of an MCA checkpoint")
+    config = McaModelConfig.from_pretrained(directory)
+    tokenizer = tokenizer_files(directory)
+    others = [p for p in side_files(directory) if p not in tokenizer]
+    parts = {
+        "weights": weights_digest(directory / WEIGHTS_FOLDER, progress),
+        "config": json_digest(config.to_dict()),
+        "tokenizer": files_digest(directory, tokenizer),
+        "generation": files_digest(directory, others),
+    }
+    return {"digest": json_digest(parts), "parts": parts}
+
+
+def weights_digest(directory: str | Path, progress: Any = None) -> str:
+    """Digest of the tensors of a torch_dist checkpoint."""
+    reader = CheckpointReader(directory)
+    tensors = list(reader)
+    rows = []
+    for done, tensor in enumerate(tensors):
+        rows.append([tensor.name, str(tensor.dtype), list(tensor.shape), tensor_digest(reader.read(tensor.name))])
+        if progress is not None:
+            progress(done + 1, len(tensors))
+    return json_digest(rows)
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """BLAKE3 of a tensor's bytes."""
+    return blake3.blake3(tensor.contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+
+
+def json_digest(value: object) -> str:
+    """BLAKE3 of canonical JSON."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return blake3.blake3(text.encode()).hexdigest()
+
+
+def files_digest(directory: Path, files: list[Path]) -> str:
+    """BLAKE3 over names and bytes; `files` are relative to the directory."""
+    return json_digest([[str(f), blake3.blake3((directory / f).read_bytes()).hexdigest()] for f in files])

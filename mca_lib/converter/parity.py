@@ -1,0 +1,123 @@
+"""Does the converted model compute what transformers computes? fp32 logits of both on real text, token by token.
+
+B = 1, S tokens, V vocabulary.
+"""
+
+import gc
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mca_lib.errors import ModelError
+
+MAX_TOKENS = 512
+"""Tokens that a comparison uses, fewer where the model has fewer positions."""
+
+# English, code, figures and three other scripts: a wrong rope, norm or bias shows on any of it.
+TEXT = """\
+The harbour at Visby was once ringed by a wall of limestone, three and a half kilometres long, with forty-four towers.
+Merchants from Lübeck and Novgorod met there; furs, wax and honey went west, and salt, cloth and silver came back.
+When the herring moved away from the coast in the fifteenth century, the trade moved with them.
+
+Q: A train leaves at 09:40 and covers 252 km at 84 km/h. When does it arrive?
+A: 252 / 84 = 3 hours, so it arrives at 12:40.
+
+def moving_average(values: list[float], width: int) -> list[float]:
+    total, result = sum(values[:width]), []
+    for i in range(width, len(values) + 1):
+        result.append(total / width)
+        if i < len(values):
+            total += values[i] - values[i - width]
+    return result
+
+Wer rastet, der rostet. L'appétit vient en mangeant. Тише едешь, дальше будешь. 千里之行，始于足下。
+To bake bread, mix 500 g of flour with 350 ml of water, 10 g of salt and 3 g of yeast; let it rise for 12 hours at
+18 °C, fold it twice, and bake it for 45 minutes in a closed pot at 230 °C. The crust sings while it cools.
+"""
+
+
+@dataclass(frozen=True)
+class LogitsDifference:
+    """How far apart two models are."""
+
+    tokens: int
+    max_difference: float
+    """Largest |Δ| over all tokens and the whole vocabulary."""
+    mean_difference: float
+    kl_divergence: float
+    """Mean over tokens of KL(transformers ‖ Megatron), in nats."""
+    top1_agreement: float
+    """Share of tokens whose most likely next token is the same."""
+    max_logit: float
+    """Largest |logit| of transformers: the scale that the differences are to be seen against."""
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def compare_logits(reference_SV: torch.Tensor, logits_SV: torch.Tensor) -> LogitsDifference:
+    """Difference of fp32 logits; NaN in either stays NaN."""
+    difference_SV = (logits_SV - reference_SV).abs()
+    reference_log_SV, log_SV = reference_SV.log_softmax(-1), logits_SV.log_softmax(-1)
+    kl_S = (reference_log_SV.exp() * (reference_log_SV - log_SV)).sum(-1)
+    return LogitsDifference(
+        tokens=reference_SV.shape[0],
+        max_difference=difference_SV.max().item(),
+        mean_difference=difference_SV.mean().item(),
+        kl_divergence=kl_S.mean().item(),
+        top1_agreement=(reference_SV.argmax(-1) == logits_SV.argmax(-1)).float().mean().item(),
+        max_logit=reference_SV.abs().max().item(),
+    )
+
+
+def check_difference(difference: LogitsDifference, limit: float, what: str) -> None:
+    """Raises ModelError when the difference exceeds the limit or is not a number."""
+    if not difference.max_difference <= limit:  # so that NaN fails too
+        raise ModelError(
+            f"{what}: fp32 logits differ from transformers by up to {difference.max_difference:.3g} on "
+            f"{difference.tokens} tokens, more than checkpoint.max_logits_difference={limit:g}; "
+            "the model does something that its config.json does not say"
+        )
+
+
+def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor:
+    """transformers' fp32 logits with eager attention, [S, V]."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+    ).eval()
+    with torch.no_grad():
+        logits_SV = model(torch.tensor([input_ids_S]), use_cache=False).logits[0].float()
+    del model
+    gc.collect()
+    return logits_SV
+
+
+def mca_logits(models: Any, input_ids_S: Sequence[int]) -> torch.Tensor:
+    """Logits of a model that this one rank holds whole, [S, V]."""
+    input_ids_BS = torch.tensor([input_ids_S])
+    position_ids_BS = torch.arange(len(input_ids_S))[None]
+    models.eval()
+    with torch.no_grad():
+        return models[0](input_ids_BS, position_ids_BS)[0].float()
+
+
+def sample_ids(directory: str | Path, vocab_size: int, max_positions: int, texts: Sequence[str] = ()) -> list[int]:
+    """Token ids to compare on: the texts (else the built-in one) by the model's tokenizer.
+
+    A directory without a tokenizer gets ids that run evenly through the vocabulary.
+    """
+    limit = min(MAX_TOKENS, max_positions)
+    if not list(Path(directory).glob("tokenizer*")):
+        return [(7919 * i + 13) % vocab_size for i in range(min(limit, 128))]
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    ids = [i for text in texts or (TEXT,) for i in tokenizer(text)["input_ids"]][:limit]
+    if highest := [i for i in ids if i >= vocab_size]:
+        raise ModelError(f"{directory}: the tokenizer gives id {highest[0]}, the vocabulary ends at {vocab_size - 1}")
+    return ids
