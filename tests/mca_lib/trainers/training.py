@@ -25,27 +25,26 @@ HYPERPARAMETERS = {
 }
 
 
-def make_model(directory: Path, family: str = "llama", **overrides: Any) -> Path:
-    """A Hugging Face directory with random weights, no tokenizer: 4 layers, 32 wide."""
+def make_model(directory: Path, attention_dropout: float = 0.0) -> Path:
+    """A Hugging Face Llama with random weights, no tokenizer: 4 layers, 32 wide."""
     import torch
-    import transformers
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    classes = {"llama": "Llama", "qwen3": "Qwen3"}
-    config = getattr(transformers, f"{classes[family]}Config")(
+    config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
         max_position_embeddings=128,
         initializer_range=0.1,
-        **{"tie_word_embeddings": False, "dtype": "float32", **overrides},
+        attention_dropout=attention_dropout,
+        tie_word_embeddings=False,
+        dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        getattr(transformers, f"{classes[family]}ForCausalLM")(config).save_pretrained(directory)
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(directory)
     return directory
 
 

@@ -1,0 +1,166 @@
+"""A run that was killed and resumed ends with the same bits as one that was never interrupted."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mca_lib.trainers.training import history, make_model, make_store, read_json, train, weights
+from tests.ranks import RankError
+
+OPTIONS = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2}  # 10 steps
+
+LAYOUTS = {
+    "one rank": (1, {}),
+    "DP2 bf16": (2, {"bf16": True}),
+    "DP2 without the distributed optimizer": (2, {"use_distributed_optimizer": False}),
+    "TP2": (2, {"tensor_model_parallel_size": 2}),
+    "PP2 in two chunks": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(ranks, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    # Dropout, so that random states count too.
+    ranks(1, make_model, folder / "model", 0.1)
+    make_store(folder / "store", rows=18)
+    make_store(folder / "store", rows=5, split="eval", seed=9)
+    return folder
+
+
+def train_until(model: str, store: str, out: str, options: dict[str, Any], step: int, kill: int) -> None:
+    """Train, and send this rank the signal `kill` in the middle of the given step."""
+    from mca_lib.trainers.engine import Engine
+
+    original, done = Engine._forward_backward, []
+
+    def counting(self, batches, *, forward_only):
+        done.append(1)
+        if len(done) == step and (kill == signal.SIGKILL or os.environ["RANK"] == "0"):
+            os.kill(os.getpid(), kill)
+        return original(self, batches, forward_only=forward_only)
+
+    Engine._forward_backward = counting
+    train(model, store, out, options)
+
+
+def train_until_seal(model: str, store: str, out: str, options: dict[str, Any], nth: int, after: bool) -> None:
+    """Train, and die while the n-th checkpoint is written: before its record, or just after it got its name."""
+    from mca_lib.checkpoint import training
+
+    original, done = training.seal, []
+
+    def dying(staging, target, meta):
+        done.append(1)
+        if len(done) == nth and after:
+            original(staging, target, meta)
+        if len(done) == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(staging, target, meta)
+
+    training.seal = dying
+    train(model, store, out, options)
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    a, b = weights(one), weights(other)
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_killed_and_resumed_equals_uninterrupted_bitwise(ranks, folder, layout):
+    world_size, extra = LAYOUTS[layout]
+    options = {**OPTIONS, **extra}
+    places = f"{folder}/model", f"{folder}/store"
+    whole, broken = folder / f"whole {layout}", folder / f"broken {layout}"
+    uninterrupted = ranks(world_size, train, *places, str(whole), options)
+    with pytest.raises(RankError, match="exit -9"):
+        ranks(world_size, train_until, *places, str(broken), options, 6, signal.SIGKILL)
+    assert not (broken / "final").exists()
+    resumed = ranks(world_size, train, *places, str(broken), options)
+    assert ranks(1, same_weights, whole / "final", broken / "final") == [True]
+    assert (history(resumed) == history(uninterrupted)).all(), "each step is in the log once, with the same figures"
+    for name in ("eval_loss", "train_loss", "tokens", "trained_tokens", "final_loss"):
+        assert resumed[0]["result"][name] == uninterrupted[0]["result"][name], name
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before its record", "after its rename"])
+def test_a_kill_while_a_checkpoint_is_written_loses_at_most_that_checkpoint(ranks, folder, after):
+    places, out = (f"{folder}/model", f"{folder}/store"), folder / f"writing {after}"
+    with pytest.raises(RankError, match="exit -9"):
+        ranks(1, train_until_seal, *places, str(out), OPTIONS, 3, after)
+    found = sorted(path.name for path in out.glob("checkpoint-*"))
+    assert found == (["checkpoint-2", "checkpoint-4", "checkpoint-6"] if after else ["checkpoint-2", "checkpoint-4"])
+    ranks(1, train, *places, str(out), OPTIONS)
+    ranks(1, train, *places, str(folder / "reference"), OPTIONS)
+    assert ranks(1, same_weights, out / "final", folder / "reference" / "final") == [True]
+    assert not list(out.glob(".staging-*"))
+
+
+def test_sigterm_saves_at_the_end_of_the_step_and_leaves_with_143(ranks, folder):
+    places, out = (f"{folder}/model", f"{folder}/store"), folder / "terminated"
+    options = {**OPTIONS, "save_steps": 0}
+    with pytest.raises(RankError) as failure:
+        ranks(2, train_until, *places, str(out), options, 5, signal.SIGTERM)
+    assert str(failure.value).count("SystemExit: 143") == 2, "both ranks leave, although one was told"
+    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-5"]
+    ranks(2, train, *places, str(out), options)
+    ranks(2, train, *places, str(folder / "not terminated"), options)
+    assert ranks(1, same_weights, out / "final", folder / "not terminated" / "final") == [True]
+
+
+def test_a_checkpoint_resumes_at_another_layout(ranks, folder):
+    places, out = (f"{folder}/model-plain", f"{folder}/store"), folder / "relayout"
+    ranks(1, make_model, folder / "model-plain")
+    with pytest.raises(RankError, match="exit -9"):
+        ranks(2, train_until, *places, str(out), {**OPTIONS, "tensor_model_parallel_size": 2}, 6, signal.SIGKILL)
+    resumed = ranks(2, train, *places, str(out), {**OPTIONS, "pipeline_model_parallel_size": 2})
+    straight = ranks(1, train, *places, str(folder / "straight"), OPTIONS)
+    assert abs(history(resumed) - history(straight)).max() < 1e-4
+
+
+def damage(path: Path) -> None:
+    """Flip one bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(ranks, folder):
+    places, out = (f"{folder}/model", f"{folder}/store"), folder / "damaged"
+    with pytest.raises(RankError, match="exit -9"):
+        ranks(1, train_until, *places, str(out), OPTIONS, 7, signal.SIGKILL)
+    damage(max((out / "checkpoint-6" / "state").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    ranks(1, train, *places, str(out), OPTIONS)
+    ranks(1, train, *places, str(folder / "reference"), OPTIONS)
+    assert ranks(1, same_weights, out / "final", folder / "reference" / "final") == [True]
+    assert len(list(out.glob("damaged-checkpoint-6-*"))) == 1
+
+
+def test_the_newest_whole_checkpoints_are_kept(ranks, folder):
+    out = folder / "rotated"
+    ranks(1, train, f"{folder}/model", f"{folder}/store", str(out), OPTIONS)
+    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+
+
+def test_a_checkpoint_of_a_run_with_other_settings_is_refused(ranks, folder):
+    places, out = (f"{folder}/model", f"{folder}/store"), folder / "other"
+    with pytest.raises(RankError, match="exit -9"):
+        ranks(1, train_until, *places, str(out), OPTIONS, 4, signal.SIGKILL)
+    with pytest.raises(RankError, match=r"CheckpointError: .*checkpoint-2 was made with learning_rate=0\.005"):
+        ranks(1, train, *places, str(out), {**OPTIONS, "learning_rate": 1e-3})
+
+
+def test_the_result_says_what_was_trained(ranks, folder):
+    from mca_lib.data.token_store import TokenStore
+
+    out = folder / "result"
+    ranks(2, train, f"{folder}/model", f"{folder}/store", str(out), OPTIONS)
+    result, rows = read_json(out / "train_result.json"), TokenStore.open(folder / "store" / "train")
+    assert (result["steps"], result["epochs"], result["world_size"]) == (10, 2.0, 2)
+    assert result["tokens"] == 2 * rows.num_tokens
+    assert result["trained_tokens"] == 2 * rows.num_loss_tokens
+    assert len(result["peak_memory_mb"]) == 2
