@@ -1,15 +1,5 @@
 """The job `evaluate`: models side by side on held-out documents.
 
-Spec:
-    models          {"base": directory, "trained": directory}; changes are of the last against the first
-    token_store     directory of the eval split (mca_lib/data/token_store.py); absent: nothing was held out
-    tokenizer_dir   tokenizer and chat template of both models
-    max_rows        held-out documents to use, null for all
-    dtype           "float32" or "bfloat16", of the computation
-    prompts, num_samples, max_new_tokens    sample generations: `prompts`, or the first held-out ones
-    batch_size      documents per forward pass
-    output          directory for metrics.json, samples.jsonl and report.md
-
 Result, and content of metrics.json:
 
     {"documents": 46, "tokens": 612, "note": "",
@@ -23,8 +13,9 @@ Without held-out rows `documents` is 0, `note` says so, `models` and `difference
 import gc
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -38,8 +29,33 @@ from mca_lib.evaluation.scoring import Document, Scores, loss_difference, score
 NO_ROWS = "no held-out rows"
 
 
+@dataclass(frozen=True)
+class EvaluateSpec:
+    """What the job is asked to do."""
+
+    models: dict[str, str]
+    """Name -> Hugging Face directory. Changes are of the last against the first."""
+    token_store: str
+    """Directory of the eval split; where there is none, nothing was held out. Its parent holds meta.json."""
+    tokenizer_dir: str
+    """Tokenizer and chat template of all models."""
+    max_rows: int | None
+    """Held-out documents to use; None for all."""
+    dtype: Literal["float32", "bfloat16"]
+    """Of the computation."""
+    prompts: list[str]
+    """Prompts of the sample generations; without any, the first held-out ones."""
+    num_samples: int
+    """How many held-out prompts."""
+    max_new_tokens: int
+    batch_size: int
+    """Documents per forward pass."""
+    output: str
+    """Directory for metrics.json, samples.jsonl and report.md."""
+
+
 def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, Any]:
-    """Run the job; see the module's docstring.
+    """Run the job; `spec` holds the fields of `EvaluateSpec`, the result is described in the module's docstring.
 
     Raises:
         ModelError: a directory holds no complete safetensors model, does not fit the tokens, or yields NaN.
@@ -47,29 +63,30 @@ def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, A
     """
     from transformers import AutoTokenizer
 
-    documents = read_documents(spec["token_store"], spec["max_rows"])
-    tokenizer = AutoTokenizer.from_pretrained(spec["tokenizer_dir"], local_files_only=True, trust_remote_code=False)
-    if spec["prompts"]:
-        prompts = recipe_prompts(spec["prompts"], tokenizer)
+    job = EvaluateSpec(**spec)
+    documents = read_documents(job.token_store, job.max_rows)
+    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer_dir, local_files_only=True, trust_remote_code=False)
+    if job.prompts:
+        prompts = recipe_prompts(job.prompts, tokenizer)
     else:
-        prompts = held_out_prompts(documents, tokenizer, spec["num_samples"])
+        prompts = held_out_prompts(documents, tokenizer, job.num_samples)
 
     per_model = len(documents) + len(prompts)
     scores: dict[str, Scores] = {}
     answers: dict[str, list[str]] = {}
-    for index, (name, directory) in enumerate(spec["models"].items()):
+    for index, (name, directory) in enumerate(job.models.items()):
 
         def report(done: int, *, before: int = index * per_model, name: str = name) -> None:
-            progress(before + done, len(spec["models"]) * per_model, model=name)
+            progress(before + done, len(job.models) * per_model, model=name)
 
-        scores[name], answers[name] = _examine(name, directory, documents, prompts, tokenizer, spec, report)
+        scores[name], answers[name] = _examine(name, directory, documents, prompts, tokenizer, job, report)
 
     metrics = _metrics(scores if documents else {})
     samples = [
         {"prompt": prompt.text, "reference": prompt.reference, "answers": {name: answers[name][i] for name in answers}}
         for i, prompt in enumerate(prompts)
     ]
-    _write(Path(spec["output"]), metrics, samples)
+    _write(Path(job.output), metrics, samples)
     return metrics
 
 
@@ -127,20 +144,20 @@ def _examine(
     documents: list[Document],
     prompts: list[Prompt],
     tokenizer: Any,
-    spec: dict[str, Any],
+    job: EvaluateSpec,
     report: Callable[[int], None],
 ) -> tuple[Scores, list[str]]:
     """Scores and answers of one model, which is gone from memory afterwards."""
-    model = load_model(directory, spec["dtype"])
+    model = load_model(directory, job.dtype)
     try:
         _check_vocabulary(model, documents, prompts)
-        scores = score(model, documents, spec["batch_size"], report)
+        scores = score(model, documents, job.batch_size, report)
         answers = answer(
             model,
             tokenizer,
             prompts,
-            max_new_tokens=spec["max_new_tokens"],
-            stop_ids=read_stop_ids(spec["token_store"]),
+            max_new_tokens=job.max_new_tokens,
+            stop_ids=read_stop_ids(job.token_store),
             on_answered=lambda done: report(len(documents) + done),
         )
     except ModelError as error:

@@ -15,8 +15,8 @@ import torch
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.evaluation.scoring import Document
 
-# Tokens of a plain text that are given before the model continues it.
-CONTINUED_FROM = 32
+# Tokens of a plain text that are given before the model continues it, and that are shown of its own continuation.
+TEXT_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ def _prompt_of(document: Document, tokenizer: Any) -> Prompt:
     without_loss = np.flatnonzero(~document.loss_mask[start:])
     stop = start + int(without_loss[0]) if len(without_loss) else len(document.tokens)
     if start == 1:  # plain text: loss from the second token on
-        start = max(1, min(CONTINUED_FROM, len(document.tokens) // 2))
+        start = max(1, min(TEXT_TOKENS, len(document.tokens) // 2))
+        stop = min(stop, start + TEXT_TOKENS)
     token_ids = [int(token) for token in document.tokens[:start]]
     reference = tokenizer.decode(document.tokens[start:stop].tolist(), skip_special_tokens=True).strip()
     return Prompt(token_ids, tokenizer.decode(token_ids), reference)
