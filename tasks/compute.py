@@ -39,19 +39,21 @@ def compute(
     store.require_space(stage.space_needed(), f"stage {stage.name}")
     tag = store.tag(stage.name, key)
     kill_tagged(tag)
-    staging, work = _folders(store, stage, key, lease)
+    with store.guard("cannot be written"):
+        staging, work = _folders(store, stage, key, lease)
     context = StageContext(staging, work, report, store, tag, check)
     began, clock = time.time(), time.monotonic()
     try:
         with store.guard("cannot be written", denials=False):
             produced = stage.produce(context)
         check()
-        cache = store.statcache.folder(store.location(stage.name, key))
-        sealed = seal(staging, cache)
-        files = sealed if produced.external is None else produced.external_files
-        record = _record(stage, key, payload, produced, files, began, time.monotonic() - clock)
-        artifact = publish(store, staging, record, check, replace=replace)
-        cache.save()
+        with store.guard("cannot be written"):
+            cache = store.statcache.folder(store.location(stage.name, key))
+            sealed = seal(staging, cache)
+            files = sealed if produced.external is None else produced.external_files
+            record = _record(stage, key, payload, produced, files, began, time.monotonic() - clock)
+            artifact = publish(store, staging, record, check, replace=replace)
+            cache.save()
     except StageFailed:
         report.warning(f"{stage.name} failed; logs and work folder are kept in {work}")
         raise

@@ -85,10 +85,9 @@ class DownloadStage(Stage):
         Raises:
             ModelError: there is no such model, or the hub cannot be reached and was never asked before.
         """
-        local = Path(self.config.name_or_path).expanduser()
-        if self.config.source == "local" or (
-            self.config.source == "auto" and (local.is_dir() or _is_path(self.config.name_or_path))
-        ):
+        name, source = self.config.name_or_path, self.config.source
+        local = Path(name).expanduser()
+        if source == "local" or (source == "auto" and (local.is_dir() or _is_path(name))):
             return dataclasses.replace(self, pinned=self._local(local, store))
         return dataclasses.replace(self, pinned=self._hub(store, report))
 

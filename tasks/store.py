@@ -156,7 +156,7 @@ class ArtifactStore:
         Raises:
             StoreError: there is none, or there are several.
         """
-        stage, _, start = prefix.strip("/").rpartition("/")
+        stage, _, start = prefix.rpartition("/")
         hits = [record for record in self.records(stage or None) if record.key.startswith(start)]
         if not hits:
             raise StoreError(f"no artifact in {self.root} has a key starting with {prefix!r}; see `mcaflow ls`")
@@ -265,5 +265,6 @@ _FULL = {
 _DENIED = {
     errno.EACCES: "permission denied; name a store that this user can write (store.path)",
     errno.EPERM: "permission denied; name a store that this user can write (store.path)",
+    errno.EEXIST: "a file is where a folder should be; remove it or name another folder (store.path)",
     errno.ENOTDIR: "a part of the path is not a directory; name another folder (store.path)",
 }

@@ -83,43 +83,45 @@ class _Handler(BaseHTTPRequestHandler):
     def _info(self, path: str) -> None:
         repo, _, revision = path.partition("/revision/")
         if not any(name == repo for name, _ in self.hub.revisions):
-            return self._error(404 if self.headers.get("Authorization") else 401, "RepoNotFound")
+            self._error(404 if self.headers.get("Authorization") else 401, "RepoNotFound")
+            return
         commit = self.hub.revisions.get((repo, revision), revision)
         files = self.hub.commits.get((repo, commit))
         if files is None:
-            return self._error(404, "RevisionNotFound")
+            self._error(404, "RevisionNotFound")
+            return
         siblings = [_listing(name, data) for name, data in files.items()]
         self._answer(200, json.dumps({"id": repo, "sha": commit, "siblings": siblings}).encode())
-        return None
 
     def _file(self, path: str) -> None:
         repo, _, rest = path.partition("/resolve/")
         commit, _, name = rest.partition("/")
         data = self.hub.commits.get((repo, commit), {}).get(name)
         if data is None:
-            return self._error(404, "EntryNotFound")
+            self._error(404, "EntryNotFound")
+            return
         if name in self.hub.corrupt:
             data = bytes([data[0] ^ 1]) + data[1:]
         asked, status = self.headers.get("Range"), 200
         if asked and self.hub.ranges:
             data, status = data[int(asked.removeprefix("bytes=").rstrip("-")) :], 206
         self._answer(status, data, breaks_after=self.hub.break_after.pop(name, None))
-        return None
 
     def _modelscope(self, path: str, query: dict[str, str]) -> None:
         """ModelScope's protocol: a listing, and files by query."""
         repo, _, action = path.rpartition("/repo")
         files = self.hub.commits.get((repo, self.hub.revisions.get((repo, query["Revision"]), "")))
         if files is None:
-            return self._answer(404, json.dumps({"Code": 10010205001, "Success": False, "Message": "no repo"}).encode())
+            self._answer(404, json.dumps({"Code": 10010205001, "Success": False, "Message": "no repo"}).encode())
+            return
         if not action:
-            return self._answer(200, files[query["FilePath"]])
+            self._answer(200, files[query["FilePath"]])
+            return
         listed = [
             {"Path": name, "Name": name, "Type": "blob", "Size": len(data), "Sha256": hashlib.sha256(data).hexdigest()}
             for name, data in files.items()
         ]
         self._answer(200, json.dumps({"Code": 200, "Success": True, "Data": {"Files": listed}}).encode())
-        return None
 
     def _answer(self, status: int, body: bytes, breaks_after: int | None = None) -> None:
         self.send_response(status)

@@ -68,6 +68,12 @@ def stage(model, *files, **fields):
     return DatasetStage(DatasetConfig(**config), "sft", model)
 
 
+@pytest.fixture
+def identity(store, model):
+    """`identity(files, fields)`: of the stage, as `ensure` and `probe` see it."""
+    return lambda *files, **fields: identity(*files, **fields).resolve(store, NullReporter())
+
+
 def test_the_artifact_holds_both_splits_is_found_again_and_a_changed_row_is_named(store, model, data, tmp_path):
     other = tmp_path / "other.json"
     other.write_text(json.dumps([{**row, "instruction": "Again"} for row in ROWS[:3]]))
@@ -98,13 +104,13 @@ def test_a_bad_row_is_named_by_the_stages_error_and_nothing_is_published(store, 
 
 
 def test_touching_or_moving_a_file_changes_nothing(model, data, tmp_path):
-    before = stage(model, data).identity()
+    before = identity(data)
     os.utime(data, (1, 1))
-    assert stage(model, data).identity() == before
+    assert identity(data) == before
     moved = tmp_path / "elsewhere" / "rows.json"
     moved.parent.mkdir()
     shutil.move(data, moved)
-    assert stage(model, moved).identity() == before
+    assert identity(moved) == before
 
 
 @pytest.mark.parametrize(
@@ -119,22 +125,22 @@ def test_touching_or_moving_a_file_changes_nothing(model, data, tmp_path):
     ],
 )
 def test_a_field_that_decides_the_tokens_is_in_the_key(model, data, field, value):
-    before, after = stage(model, data).identity(), stage(model, data, **{field: value}).identity()
+    before, after = identity(data), identity(data, **{field: value})
     assert {name for name in before if before[name] != after[name]} == {field}
 
 
 def test_the_number_of_workers_is_not_in_the_key(model, data):
-    assert stage(model, data, num_workers=8).identity() == stage(model, data).identity()
+    assert identity(data, num_workers=8) == identity(data)
 
 
 def test_no_path_is_in_the_key(model, data, tmp_path):
-    assert str(tmp_path) not in json.dumps(stage(model, data).identity())
+    assert str(tmp_path) not in json.dumps(identity(data))
 
 
 def test_the_order_of_files_is_in_the_key(model, data, tmp_path):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(ROWS[:3]))
-    assert stage(model, data, other).identity() != stage(model, other, data).identity()
+    assert identity(data, other) != identity(other, data)
 
 
 def test_what_dataset_info_says_about_the_rows_is_in_the_key(model, data):
@@ -143,7 +149,7 @@ def test_what_dataset_info_says_about_the_rows_is_in_the_key(model, data):
 
     def identity(**entry):
         info.write_text(json.dumps({"demo": {"file_name": "rows.json", **entry}, "unused": {"file_name": "x.json"}}))
-        return stage(model, **fields).identity()
+        return identity(**fields)
 
     before = identity()
     assert before["files"].keys() == {"1 demo/rows.json"}
@@ -152,10 +158,10 @@ def test_what_dataset_info_says_about_the_rows_is_in_the_key(model, data):
 
 
 def test_the_versions_of_the_tokenizing_libraries_are_in_the_key(model, data, monkeypatch):
-    before = stage(model, data).identity()
+    before = identity(data)
     assert set(before["libraries"]) == {"transformers", "tokenizers", "llamafactory"}
     monkeypatch.setattr(tasks.dataset, "version", lambda name: "0.0.1")
-    assert stage(model, data).identity()["libraries"] != before["libraries"]
+    assert identity(data)["libraries"] != before["libraries"]
 
 
 def test_of_the_model_only_tokenizer_and_vocabulary_are_in_the_key(store, model, model_dir, data):
@@ -171,7 +177,7 @@ def test_a_model_without_a_vocabulary_size_is_refused(store, model_dir, data):
     (model_dir / "config.json").write_text("{}")
     model = ensure(store, ModelStage(model_dir)).artifact
     with pytest.raises(ModelError, match=r"config\.json: vocab_size is None"):
-        stage(model, data).identity()
+        identity(data)
 
 
 def test_a_missing_file_is_named_before_anything_runs(store, model, tmp_path):

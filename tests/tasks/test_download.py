@@ -292,7 +292,7 @@ def test_full_disk_is_noticed_before_the_download(
     hub.push(REPO, model())
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("tasks.store.shutil.disk_usage", lambda path: usage)
-    with pytest.raises(StoreError, match="stage download needs .* are free"):
+    with pytest.raises(StoreError, match=r"stage download needs .* are free"):
         download(store)
     assert hub.gets("model.safetensors") == []
 
