@@ -47,7 +47,7 @@ class NullStream:
 
 
 class CpuTorch(types.ModuleType):
-    """The module `torch` as a Megatron module sees it: factories read device="cuda" as CPU, the rest is torch's own.
+    """The module `torch` as a Megatron module sees it: factories read device="cuda" as CPU and pin nothing.
 
     Replacing the factories in `torch` itself would break `with torch.device("meta")`, which knows them by identity:
     transformers then loads models with uninitialized rotary frequencies (seen with 5.24.0).
@@ -70,6 +70,7 @@ class CpuTorch(types.ModuleType):
 
 
 def _without_cuda(kwargs: dict[str, Any]) -> dict[str, Any]:
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     device = kwargs.get("device")
     return {**kwargs, "device": CPU} if device is not None and str(device).startswith("cuda") else kwargs
 
@@ -209,6 +210,10 @@ MEGATRON_ANSWERS = (
            "device='cuda' for the gradient norm, where apex is absent",
            "megatron.core.utils", 'device="cuda"',
            "m('megatron.core.utils').torch.tensor([1.0], device='cuda').device.type == 'cpu'"),
+    Answer("megatron.core.models.common.embeddings.rope_utils.torch", cpu_torch,
+           "pinned memory for a context parallel rank's share of the rotary table; raises without a driver",
+           "megatron.core.models.common.embeddings.rope_utils", "pin_memory=True",
+           "m('megatron.core.models.common.embeddings.rope_utils').torch.tensor([1], pin_memory=True).tolist() == [1]"),
     Answer("megatron.core.pipeline_parallel.schedules.torch", cpu_torch,
            "device='cuda' for the token count of a step",
            "megatron.core.pipeline_parallel.schedules", 'device="cuda"',
