@@ -79,7 +79,7 @@ def _folders(store: ArtifactStore, stage: Stage, key: str, lease: Lease) -> tupl
     for leftover in store.staging.iterdir():
         holder = leftover.name.rpartition(".")[0]  # <stage>-<key>.<lease number>.<random>
         # One whose lease was taken over goes even if its run is alive: it can no longer publish then.
-        if not leftover.name.startswith(".") and (holder == lease.path.name or not is_held(store.leases / holder)):
+        if not leftover.name.startswith(".") and not is_held(store.leases / holder):
             shutil.rmtree(leftover, ignore_errors=True)
     staging = store.staging / f"{lease.path.name}.{uuid.uuid4().hex[:8]}"
     staging.mkdir()

@@ -67,16 +67,24 @@ class Copy(Stage):
         return Produced()
 
 
+_PRELUDE = """
+import os, signal, sys
+from pathlib import Path, PosixPath
+from tasks.stage import ensure
+from tasks.store import ArtifactStore
+from tests.tasks.toys import Copy, Letter
+"""
+
+
 def start(code: str, *arguments: object) -> subprocess.Popen:
-    """A Python process that runs `code` with `toys` imported and `sys.argv[1:]` as given; its output is piped."""
-    program = f"import sys\nfrom tests.tasks.toys import *\n{code}"
-    command = [sys.executable, "-c", program, *map(str, arguments)]
+    """A Python process that runs `code` with these toys imported and `arguments` in `sys.argv`; its output is piped."""
+    command = [sys.executable, "-c", _PRELUDE + code, *map(str, arguments)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def start_letter(store: ArtifactStore, letter: Letter) -> subprocess.Popen:
     """A process that ensures the letter and prints whether it was cached."""
-    code = f"from pathlib import PosixPath\nprint(ensure(ArtifactStore(sys.argv[1]), {letter!r}).cached)"
+    code = f"print(ensure(ArtifactStore(sys.argv[1]), {letter!r}).cached)"
     return start(code, store.root)
 
 
