@@ -82,9 +82,7 @@ def lineage(reference: Reference, store: StorePath = None) -> None:
 @app.command()
 def verify(
     reference: Annotated[str | None, typer.Argument(help="One artifact; without it, all of them.")] = None,
-    full: Annotated[
-        bool, typer.Option("--full", help="Read every byte.")
-    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Read every byte.")] = False,
     store: StorePath = None,
 ) -> None:
     """Check artifacts against their recorded digests; exit code 1 when one is damaged."""

@@ -1,0 +1,128 @@
+"""The flow on a real Prefect server: stages come from the store, on a rerun, on a retry and after damage."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, FlowRunFilterId
+from prefect.flow_engine import run_flow
+from prefect.states import Pending, State
+
+from flows.graph import NODES
+from flows.pipeline import PipelineResult, pipeline
+from flows.report import evaluation_rows, evaluation_samples
+from mca_lib.errors import ConfigError, DataError
+from tasks.store import ArtifactStore
+from tests.flows.finished import Run
+
+
+def task_states(state: State) -> dict[str, str]:
+    """Names of the final states of the flow run's tasks; with a retry, of its last attempt."""
+    with get_client(sync_client=True) as client:
+        run_filter = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
+        tasks = client.read_task_runs(flow_run_filter=run_filter, limit=100)
+    latest = sorted(tasks, key=lambda task: task.flow_run_run_count)
+    return {task.name.partition("-")[0]: task.state.name for task in latest}
+
+
+def computed(result: PipelineResult) -> set[str]:
+    return {name for name, outcome in result.outcomes.items() if not outcome.cached}
+
+
+def test_a_first_run_computes_every_stage(finished: Run):
+    assert computed(finished.result) == set(NODES)
+
+
+def test_the_exported_model_is_one_that_transformers_loads(finished: Run):
+    exported = finished.result.outcomes["export"].artifact.path
+    assert {"config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"} <= {
+        path.name for path in exported.iterdir()
+    }
+    # Evaluation loaded it with transformers and refuses missing weights.
+    heading, loss, *_ = evaluation_rows(finished.result.outcomes["evaluate"].artifact)
+    assert heading == ["measure", "base", "trained", "change"]
+    assert float(loss[2]) < float(loss[1])
+    assert len(evaluation_samples(finished.result.outcomes["evaluate"].artifact)) == 1
+
+
+def test_a_second_run_is_cached_and_prefect_says_so(run: Run):
+    state = pipeline(run.config, return_state=True)
+    assert computed(state.result()) == set()
+    assert task_states(state) == dict.fromkeys(NODES, "Cached")
+
+
+def test_a_run_leaves_its_evaluation_and_its_stages_in_prefect(run: Run):
+    state = pipeline(run.config, return_state=True)
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(flow_run_id={"any_": [state.state_details.flow_run_id]})
+        )
+    assert {artifact.key for artifact in found} == {"evaluation", "run"}
+
+
+def test_a_changed_learning_rate_trains_again_and_nothing_before_it(run: Run):
+    result = pipeline(run.with_fields(training={"learning_rate": 2e-3}))
+    assert computed(result) == {"train", "export", "evaluate"}
+
+
+def test_a_damaged_conversion_is_computed_again_and_training_is_not(run: Run):
+    store = ArtifactStore(run.config.store.path)
+    (artifact,) = store.ls("convert")
+    path = max(artifact.path.rglob("*.distcp"), key=lambda file: file.stat().st_size)
+    os.chmod(path, 0o644)
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 4]))
+    result = pipeline(run.config)
+    assert computed(result) == {"convert"}
+    assert list((store.root / ".quarantine").glob("convert-*"))
+
+
+def test_a_refreshed_stage_is_computed_and_equal_content_spares_the_rest(run: Run):
+    assert computed(pipeline(run.config, refresh=["dataset"])) == {"dataset"}
+
+
+def test_a_retry_takes_finished_stages_from_the_store(run: Run):
+    folder = Path(run.config.store.path) / "export"
+    shutil.rmtree(folder)
+    folder.write_text("in the way")
+    failed = pipeline(run.config, return_state=True)
+    assert failed.is_failed()
+    assert "export" not in {name for name, state in task_states(failed).items() if state == "Completed"}
+    folder.unlink()
+
+    # What the button Retry of the UI does: the same flow run, from the top.
+    with get_client(sync_client=True) as client:
+        run_id = failed.state_details.flow_run_id
+        client.set_flow_run_state(run_id, Pending(), force=True)
+        flow_run = client.read_flow_run(run_id)
+    assert computed(run_flow(pipeline, flow_run=flow_run, parameters={"config": run.config})) == {"export"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"dataset": {"template": "chatmll"}}, ConfigError, "did you mean 'chatml'"),
+        ({"dataset": {"cutoff_len": 2**20}}, ConfigError, "dataset.cutoff_len"),
+        ({"dataset": {"files": ["nowhere.json"]}}, (ConfigError, DataError), "nowhere.json"),
+        ({"parallel": {"tensor": 16}, "launcher": {"nproc_per_node": 16}, "training": {"global_batch_size": 16}},
+         ConfigError, "attention heads"),
+    ],
+)  # fmt: skip
+def test_a_recipe_that_cannot_run_fails_before_any_stage(run: Run, changes: dict, error: type[Exception], message: str):
+    state = pipeline(run.with_fields(**changes), return_state=True)
+    with pytest.raises(error, match=message):
+        state.result()
+    assert task_states(state) == {}
+
+
+def test_parameters_from_the_ui_are_checked_by_the_recipe(run: Run):
+    content = run.config.model_dump(mode="json")
+    content["training"]["learning_rat"] = 1
+    state = pipeline(content, return_state=True)
+    assert state.is_failed()
+    assert "learning_rat" in state.message
