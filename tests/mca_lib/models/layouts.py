@@ -1,0 +1,36 @@
+"""Parallel layouts that tests run, by name, and the arguments that ask for them."""
+
+from typing import Any
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one rank": (1, {}),
+    "TP2": (2, {"tensor": 2}),
+    "TP2 with sequence parallel": (2, {"tensor": 2, "sequence_parallel": True}),
+    "PP2": (2, {"pipeline": 2}),
+    "PP2 with two chunks each": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "CP2": (2, {"context": 2}),
+    "TP2 PP2": (4, {"tensor": 2, "pipeline": 2}),
+}
+"""Name → (ranks, parallel sizes)."""
+
+
+def layout_args(
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int | None = None,
+    context: int = 1,
+    sequence_parallel: bool = False,
+    bf16: bool = False,
+) -> Any:
+    """Training arguments, as far as a model needs them."""
+    from mca_lib.parallel import DistributingParallelArguments
+
+    args = DistributingParallelArguments(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline,
+        context_parallel_size=context,
+        sequence_parallel=sequence_parallel,
+    )
+    args.bf16, args.fp16 = bf16, False
+    return args

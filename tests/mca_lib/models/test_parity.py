@@ -1,0 +1,40 @@
+"""Every family computes what transformers computes, forward and backward, at every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mca_lib.models import parity_ranks
+from tests.mca_lib.models.layouts import LAYOUTS
+from tests.mca_lib.tiny_models import VARIANTS
+
+# fp32 sums in another order; logits are of order 5, losses of order 5.
+LOGITS, LOSS = 1e-4, 1e-4
+# Gradients catch what the loss hides: activations of the wrong micro batch, norms that are not summed over ranks.
+GRADIENT = 1e-4
+
+ON_SEVERAL_RANKS = ["llama", "llama-tied", "llama-mqa", "llama-bias", "qwen3-bias"]
+"""Variants that a layout can treat differently."""
+
+
+@pytest.fixture(scope="module")
+def models(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hf")
+    ranks(1, parity_ranks.prepare, directory, list(VARIANTS))
+    return directory
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_model_equals_transformers(ranks: Any, models: Path, layout: str, packed: bool) -> None:
+    world_size, sizes = LAYOUTS[layout]
+    variants = list(VARIANTS) if world_size == 1 else ON_SEVERAL_RANKS
+    reports = ranks(world_size, parity_ranks.compare, models, variants, sizes, packed)
+    for variant in variants:
+        errors = [report[variant] for report in reports]
+        assert max(e.logits for e in errors) <= LOGITS, (variant, errors)
+        assert max(e.loss for e in errors) <= LOSS, (variant, errors)
+        assert max(e.gradient for e in errors) <= GRADIENT, (variant, errors)
+        assert any(e.logits > 0 for e in errors), "no rank returned logits"
+        assert all(e.parameters >= 10 for e in errors), errors
