@@ -49,9 +49,9 @@ def run_job(
     except CommandFailed as error:
         failure = error
     outcome = _read(result_path)
-    if outcome is None:
+    if outcome is None or (outcome.get("ok") is True and failure):
         raise StageFailed(str(failure)) if failure else StageFailed(f"{name}: ended without a result; log: {log_path}")
-    if outcome.get("ok") is True and failure is None:
+    if outcome.get("ok") is True:
         return outcome["result"]
     message = redact(str(outcome.get("message", "no message")))
     if outcome.get("kind") == "user":

@@ -85,10 +85,10 @@ def run_command(
     lines = LineTail(log_path, at_end=True) if on_line else None
     reports = LineTail(progress_path) if on_progress else None
 
-    def forward() -> None:
-        for line in lines.read() if lines and on_line else ():
+    def forward(*, ended: bool = False) -> None:
+        for line in lines.read(ended=ended) if lines and on_line else ():
             on_line(line)
-        for line in reports.read() if reports and on_progress else ():
+        for line in reports.read(ended=ended) if reports and on_progress else ():
             if (report := _json_object(line)) is not None:
                 on_progress(report)
 
@@ -96,7 +96,7 @@ def run_command(
         process = _start([str(part) for part in argv], child_env, log_path, cwd)
         try:
             _wait(process, scope, forward, check)
-            forward()
+            forward(ended=True)
         except BaseException:
             _stop(process, grace)
             raise

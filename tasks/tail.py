@@ -13,8 +13,11 @@ class LineTail:
         self._offset = path.stat().st_size if at_end and path.exists() else 0
         self._rest = b""
 
-    def read(self) -> list[str]:
-        """Lines that were completed since the last call. A carriage return (a progress bar) ends a line too."""
+    def read(self, *, ended: bool = False) -> list[str]:
+        """Lines that were completed since the last call. A carriage return (a progress bar) ends a line too.
+
+        `ended` says that nothing more will be written, so that a last line without an end counts.
+        """
         try:
             file = open(self._path, "rb")  # noqa: SIM115 - closed below
         except FileNotFoundError:
@@ -30,6 +33,9 @@ class LineTail:
                 if len(self._rest) > _PIECE:
                     lines.append(self._rest)
                     self._rest = b""
+        if ended:
+            lines.append(self._rest)
+            self._rest = b""
         return [line.decode("utf-8", errors="replace") for line in lines if line]
 
 
