@@ -8,20 +8,23 @@ execution   where the files lie; the number of workers
 body        the job `dataset` (mca_lib/data/prepare.py)
 """
 
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
-from mca_lib.data.formats import Source, read_entries, resolve_sources
+from mca_lib.data.formats import read_entries, resolve_sources
 from mca_lib.errors import DataError, ModelError
 from tasks.canonical import JSON
-from tasks.digests import digest_file
+from tasks.contract import Input, Produced, Stage, StageContext
+from tasks.report import Reporter
 from tasks.section import Execution, Section
-from tasks.stage import Artifact, Input, Produced, Stage, StageContext
+from tasks.store import Artifact, ArtifactStore
 
 TOKENIZING_LIBRARIES = ("transformers", "tokenizers", "llamafactory")
 # Where the data lies; what it is enters the key by content.
@@ -80,20 +83,38 @@ class DatasetConfig(Section):
 class DatasetStage(Stage):
     """Tokenize `config` for the model whose directory `model` is. `objective` is `training.stage`."""
 
-    config: DatasetConfig
-    objective: str
-    model: Artifact
-
     name: ClassVar[str] = "dataset"
     version: ClassVar[int] = 1
 
+    config: DatasetConfig
+    objective: str
+    model: Artifact
+    digests: Mapping[str, dict[str, JSON]] | None = None
+    """Split -> content digest of each of its files by position and name: a moved file changes nothing, and a plan names
+    the file that changed. Set by `resolve`."""
+
+    def resolve(self, store: ArtifactStore, report: Reporter) -> "DatasetStage":
+        """Look at the data files.
+
+        Raises:
+            ConfigError: fields of the section that contradict each other or the objective.
+            DataError: a file that is not there.
+        """
+        digests: dict[str, dict[str, JSON]] = {"train": {}, "eval": {}}
+        for source in resolve_sources(self.config, self.objective):
+            found = digests[source.split]
+            label = f"{source.entry}/{source.path.name}" if source.entry else source.path.name
+            found[f"{len(found) + 1} {label}"] = _digest(source.path, store)
+        return dataclasses.replace(self, digests=digests)
+
     def identity(self) -> dict[str, JSON]:
-        """Raises ConfigError or DataError for fields that contradict each other, or a file that is not there."""
+        if self.digests is None:
+            raise ValueError("DatasetStage.resolve() comes before identity()")
         section = {name: value for name, value in self.config.identity().items() if name not in LOCATIONS}
         return section | {
             "objective": self.objective,
-            "files": _digests(self._sources("train")),
-            "eval_files": _digests(self._sources("eval")),
+            "files": self.digests["train"],
+            "eval_files": self.digests["eval"],
             "entries": self._entries(),
             "vocab_size": self._vocab_size(),
             "libraries": {name: version(name) for name in TOKENIZING_LIBRARIES},
@@ -103,24 +124,20 @@ class DatasetStage(Stage):
         return {"tokenizer": Input.of(self.model, "tokenizer")}
 
     def space_needed(self) -> int:
-        sources = [*self._sources("train"), *self._sources("eval")]
+        sources = resolve_sources(self.config, self.objective)
         return super().space_needed() + SPACE_PER_DATA_BYTE * sum(source.path.stat().st_size for source in sources)
 
     def produce(self, ctx: StageContext) -> Produced:
-        before = self.identity()
         spec = self.config.model_dump(mode="json") | {
             "objective": self.objective,
             "tokenizer_dir": str(self.model.path),
-            "vocab_size": before["vocab_size"],
+            "vocab_size": self._vocab_size(),
             "output": str(ctx.staging),
         }
         result = ctx.run_job("dataset", spec)
-        if self.identity() != before:
+        if self.resolve(ctx.store, ctx.report).identity() != self.identity():
             raise DataError("the data files changed while they were read; run again")
         return Produced(digest=result["digest"], parts=result["parts"], stats=result["stats"])
-
-    def _sources(self, split: str) -> list[Source]:
-        return [source for source in resolve_sources(self.config, self.objective) if source.split == split]
 
     def _entries(self) -> dict[str, JSON]:
         """What dataset_info.json says about the rows; which file holds them is in the key by its content."""
@@ -140,7 +157,12 @@ class DatasetStage(Stage):
         return size
 
 
-def _digests(sources: Sequence[Source]) -> dict[str, JSON]:
-    """Content digest by position and name: a moved file changes nothing, and a plan names the file that changed."""
-    labels = (f"{i} {source.entry}{'/' * bool(source.entry)}{source.path.name}" for i, source in enumerate(sources, 1))
-    return {label: digest_file(source.path) for label, source in zip(labels, sources, strict=True)}
+def _digest(path: Path, store: ArtifactStore) -> str:
+    """Content digest of a data file; one that is as it was when it was last read is not read again."""
+    cache = store.statcache.folder(path.parent)
+    try:
+        _, digest, _ = cache.digest(path, path.name)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    cache.save()
+    return digest

@@ -8,6 +8,7 @@ still has its true context. One that loses all its labels by that is dropped and
 """
 
 import ctypes
+import json
 import multiprocessing
 import os
 import signal
@@ -19,6 +20,7 @@ from itertools import batched
 from typing import Any, Protocol
 
 import numpy as np
+from blake3 import blake3
 
 from mca_lib.data.alignment import Sample, UnusableRow
 from mca_lib.data.control_tokens import GuardedTokenizer
@@ -26,6 +28,7 @@ from mca_lib.errors import ConfigError, DataError
 
 CHUNK = 256
 """Samples per piece of work."""
+DIGEST_BYTES = 16
 PR_SET_PDEATHSIG = 1
 
 NO_LOSS = "no tokens with loss"
@@ -76,6 +79,8 @@ class EncodedChunk:
     """int64 [N]: one per sample that is kept."""
     held_out_N: np.ndarray
     """bool [N]: the sample is of the eval files."""
+    contents: list[bytes]
+    """Digest of the text of each sample that is kept."""
     truncated: int
     dropped: list[tuple[str, str]]
     """(reason, place) per sample that is not kept."""
@@ -106,6 +111,7 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
     mask: list[bool] = []
     lengths: list[int] = []
     held_out: list[bool] = []
+    contents: list[bytes] = []
     dropped: list[tuple[str, str]] = []
     truncated = 0
     for sample in samples:
@@ -125,14 +131,21 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
         mask += kept_loss
         lengths.append(len(kept_ids))
         held_out.append(sample.split == "eval")
+        contents.append(_content_digest(sample))
     return EncodedChunk(
         np.array(tokens, dtype=np.int32),
         np.array(mask, dtype=bool),
         np.array(lengths, dtype=np.int64),
         np.array(held_out, dtype=bool),
+        contents,
         truncated,
         dropped,
     )
+
+
+def _content_digest(sample: Sample) -> bytes:
+    text = json.dumps([sample.messages, sample.system, sample.tools])
+    return blake3(text.encode("ascii")).digest(length=DIGEST_BYTES)
 
 
 def _refuse_foreign_ids(ids: list[int], vocab_size: int, where: str) -> None:

@@ -139,6 +139,8 @@ def _encode(job: DatasetSpec, summary: Summary, encoder: Any, spill: Spill, prog
     spill.freeze()
     if done != total:
         raise DataError(f"the data files changed while they were read: {done} rows instead of {total}; run again")
+    if job.eval_files and not np.any(spill.held_out):
+        raise DataError(f"no row of dataset.eval_files is left; first: {[*summary.named, *outcome.named][0]}")
     if not np.any(~spill.held_out):
         reasons = ", ".join(f"{n} × {reason}" for reason, n in outcome.dropped.most_common())
         raise DataError(f"no training row is left ({reasons}); first: {outcome.named[0]}")
@@ -172,7 +174,7 @@ def _write_splits(job: DatasetSpec, spill: Spill, outcome: Outcome, output: Path
         if not np.any(~held_out & ~left_out):
             raise DataError("every training row is equal to a row of dataset.eval_files; hold out other rows")
     else:
-        held_out = hold_out(spill.digests, job.eval_fraction, job.seed)
+        held_out = hold_out(spill.digests, spill.contents, job.eval_fraction, job.seed)
     splits = {"train": np.flatnonzero(~held_out & ~left_out), "eval": np.flatnonzero(held_out)}
     return {
         name: write_split(output / name, spill, samples, cutoff_len=job.cutoff_len, packing=job.packing, seed=job.seed)

@@ -1,4 +1,4 @@
-"""Encoded samples on disk until their order is known: 5 bytes a token, and 16 bytes of digest each in memory."""
+"""Encoded samples on disk until their order is known: 5 bytes a token, and 32 bytes of digests each in memory."""
 
 import shutil
 from pathlib import Path
@@ -8,9 +8,7 @@ from typing import Self
 import numpy as np
 from blake3 import blake3
 
-from mca_lib.data.encoding import EncodedChunk
-
-DIGEST_BYTES = 16
+from mca_lib.data.encoding import DIGEST_BYTES, EncodedChunk
 
 
 class Spill:
@@ -25,12 +23,15 @@ class Spill:
         self._held_out: list[np.ndarray] = []
         self.digests: list[bytes] = []
         """Of tokens and mask, per sample."""
+        self.contents: list[bytes] = []
+        """Of the text, per sample."""
 
     def add(self, chunk: EncodedChunk) -> None:
         self._tokens.write(chunk.tokens_T.data)
         self._mask.write(chunk.mask_T.data)
         self._lengths.append(chunk.lengths_N)
         self._held_out.append(chunk.held_out_N)
+        self.contents += chunk.contents
         ends = np.cumsum(chunk.lengths_N)
         for start, end in zip((ends - chunk.lengths_N).tolist(), ends.tolist(), strict=True):
             content = blake3(chunk.tokens_T[start:end].tobytes()).update(chunk.mask_T[start:end].tobytes())

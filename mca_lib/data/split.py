@@ -4,7 +4,7 @@ They use raw 64-bit output of PCG64 and BLAKE3, whose streams are fixed for ever
 change between releases), and never the number of workers, the order in which they finish, or PYTHONHASHSEED.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,31 +19,34 @@ def permutation(n: int, seed: int, purpose: str) -> np.ndarray:
     return np.argsort(generator.random_raw(n), kind="stable")
 
 
-def hold_out(digests: Sequence[bytes], fraction: float, seed: int) -> np.ndarray:
-    """bool [n]: which rows are held out, given a digest of each row's content.
+def hold_out(tokens: Sequence[bytes], contents: Sequence[bytes], fraction: float, seed: int) -> np.ndarray:
+    """bool [n]: which rows are held out, given digests of each row's tokens and of its text.
 
-    Rows of equal content go to one side together, so no held-out row was seen in training. Whether a row is held out
-    hangs on a hash of its content: changing one row moves at most a few others. At least one row is held out when
-    there are two and `fraction` > 0.
+    Rows of equal tokens go to one side together, so no held-out row was seen in training. Which rows are held out hangs
+    on a hash of their text: the same rows whatever the template and the cutoff, and changing one row moves hardly any
+    other. At least one row is held out when there are two and `fraction` > 0.
 
     Raises:
         DataError: all rows are equal, so that nothing can be held out.
     """
-    held_out = np.zeros(len(digests), dtype=bool)
-    if fraction == 0 or len(digests) < 2:
+    rows = len(tokens)
+    held_out = np.zeros(rows, dtype=bool)
+    if fraction == 0 or rows < 2:
         return held_out
-    size = Counter(digests)
-    if len(size) == 1:
-        raise DataError(f"all {len(digests)} rows are equal: none can be held out; set dataset.eval_fraction to 0")
-    wanted = max(1, round(fraction * len(digests)))
-    order = sorted(size, key=lambda digest: blake3(b"%d:" % seed + digest).digest())
-    chosen: set[bytes] = set()
+    groups: defaultdict[bytes, list[int]] = defaultdict(list)
+    for row, digest in enumerate(tokens):
+        groups[digest].append(row)
+    if len(groups) == 1:
+        raise DataError(f"all {rows} rows are equal: none can be held out; set dataset.eval_fraction to 0")
+    wanted = min(max(1, round(fraction * rows)), rows - 1)
+    prefix = b"%d:" % seed
+    order = sorted(groups.values(), key=lambda group: blake3(prefix + min(contents[i] for i in group)).digest())
     count = 0
-    for digest in order:
-        # A group of equal rows that is too big for the rest stays in training; one row is always left there.
-        if count + size[digest] <= min(wanted, len(digests) - 1):
-            chosen.add(digest)
-            count += size[digest]
-    if not chosen:
-        chosen = {min(order, key=lambda digest: size[digest])}
-    return np.fromiter((digest in chosen for digest in digests), dtype=bool, count=len(digests))
+    for group in order:
+        # A group of equal rows that is too big for the rest stays in training.
+        if count + len(group) <= wanted:
+            held_out[group] = True
+            count += len(group)
+    if count == 0:
+        held_out[min(order, key=len)] = True
+    return held_out

@@ -15,6 +15,7 @@ from mca_lib.errors import ConfigError, DataError, ModelError
 from mca_lib.tiny_models import make_tokenizer
 from tasks.dataset import DatasetConfig, DatasetStage
 from tasks.digests import digest_file
+from tasks.report import LogReporter
 from tasks.stage import Miss, Produced, Stage, ensure, probe
 from tasks.store import ArtifactStore
 
@@ -68,10 +69,14 @@ def stage(model, *files, **fields):
     return DatasetStage(DatasetConfig(**config), "sft", model)
 
 
+def identity_of(store, dataset):
+    """As `ensure` and `probe` see it."""
+    return dataset.resolve(store, LogReporter("dataset")).identity()
+
+
 @pytest.fixture
 def identity(store, model):
-    """`identity(files, fields)`: of the stage, as `ensure` and `probe` see it."""
-    return lambda *files, **fields: identity(*files, **fields).resolve(store, NullReporter())
+    return lambda *files, **fields: identity_of(store, stage(model, *files, **fields))
 
 
 def test_the_artifact_holds_both_splits_is_found_again_and_a_changed_row_is_named(store, model, data, tmp_path):
@@ -103,7 +108,7 @@ def test_a_bad_row_is_named_by_the_stages_error_and_nothing_is_published(store, 
     assert not store.ls("dataset")
 
 
-def test_touching_or_moving_a_file_changes_nothing(model, data, tmp_path):
+def test_touching_or_moving_a_file_changes_nothing(identity, data, tmp_path):
     before = identity(data)
     os.utime(data, (1, 1))
     assert identity(data) == before
@@ -124,40 +129,40 @@ def test_touching_or_moving_a_file_changes_nothing(model, data, tmp_path):
         ("max_rows", 5),
     ],
 )
-def test_a_field_that_decides_the_tokens_is_in_the_key(model, data, field, value):
+def test_a_field_that_decides_the_tokens_is_in_the_key(identity, data, field, value):
     before, after = identity(data), identity(data, **{field: value})
     assert {name for name in before if before[name] != after[name]} == {field}
 
 
-def test_the_number_of_workers_is_not_in_the_key(model, data):
+def test_the_number_of_workers_is_not_in_the_key(identity, data):
     assert identity(data, num_workers=8) == identity(data)
 
 
-def test_no_path_is_in_the_key(model, data, tmp_path):
+def test_no_path_is_in_the_key(identity, data, tmp_path):
     assert str(tmp_path) not in json.dumps(identity(data))
 
 
-def test_the_order_of_files_is_in_the_key(model, data, tmp_path):
+def test_the_order_of_files_is_in_the_key(identity, data, tmp_path):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(ROWS[:3]))
     assert identity(data, other) != identity(other, data)
 
 
-def test_what_dataset_info_says_about_the_rows_is_in_the_key(model, data):
+def test_what_dataset_info_says_about_the_rows_is_in_the_key(identity, data):
     info = data.parent / "dataset_info.json"
     fields = {"dataset_dir": str(data.parent), "names": ["demo"]}
 
-    def identity(**entry):
+    def with_entry(**entry):
         info.write_text(json.dumps({"demo": {"file_name": "rows.json", **entry}, "unused": {"file_name": "x.json"}}))
         return identity(**fields)
 
-    before = identity()
+    before = with_entry()
     assert before["files"].keys() == {"1 demo/rows.json"}
-    assert identity() == before
-    assert identity(columns={"prompt": "input", "response": "output"})["entries"] != before["entries"]
+    assert with_entry() == before
+    assert with_entry(columns={"prompt": "input", "response": "output"})["entries"] != before["entries"]
 
 
-def test_the_versions_of_the_tokenizing_libraries_are_in_the_key(model, data, monkeypatch):
+def test_the_versions_of_the_tokenizing_libraries_are_in_the_key(identity, data, monkeypatch):
     before = identity(data)
     assert set(before["libraries"]) == {"transformers", "tokenizers", "llamafactory"}
     monkeypatch.setattr(tasks.dataset, "version", lambda name: "0.0.1")
@@ -169,7 +174,7 @@ def test_of_the_model_only_tokenizer_and_vocabulary_are_in_the_key(store, model,
     other = ensure(store, ModelStage(model_dir)).artifact
     one, two = stage(model, data), stage(other, data)
     assert other.digest != model.digest
-    assert one.identity() == two.identity()
+    assert identity_of(store, one) == identity_of(store, two)
     assert one.inputs()["tokenizer"].digest == two.inputs()["tokenizer"].digest
 
 
@@ -177,7 +182,7 @@ def test_a_model_without_a_vocabulary_size_is_refused(store, model_dir, data):
     (model_dir / "config.json").write_text("{}")
     model = ensure(store, ModelStage(model_dir)).artifact
     with pytest.raises(ModelError, match=r"config\.json: vocab_size is None"):
-        identity(data)
+        identity_of(store, stage(model, data))
 
 
 def test_a_missing_file_is_named_before_anything_runs(store, model, tmp_path):
@@ -190,12 +195,14 @@ def test_a_field_that_contradicts_another_is_named_before_anything_runs(store, m
         probe(store, stage(model, data, formatting="text"))
 
 
-def test_data_that_changes_while_it_is_read_is_not_published(model, data, tmp_path):
+def test_data_that_changes_while_it_is_read_is_not_published(store, model, data, tmp_path):
     """Else its tokens would lie under the key of other data."""
 
     def run_job(name, spec):
         data.write_text(json.dumps(ROWS[:1]))
         return {"digest": "d", "parts": {}, "stats": {}}
 
+    context = SimpleNamespace(staging=tmp_path / "staging", run_job=run_job, store=store, report=LogReporter("dataset"))
+    resolved = stage(model, data).resolve(store, context.report)
     with pytest.raises(DataError, match="changed while they were read"):
-        stage(model, data).produce(SimpleNamespace(staging=tmp_path / "staging", run_job=run_job))
+        resolved.produce(context)

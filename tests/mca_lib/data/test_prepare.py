@@ -194,6 +194,12 @@ def test_eval_files_are_the_held_out_rows_and_are_not_trained_on(build, tmp_path
     assert built.stats["rows"]["dropped"] == {"equal to a row of the eval files": 3}
 
 
+def test_eval_files_without_a_usable_row_are_refused(build, tmp_path):
+    held_out = write_json(tmp_path / "eval.json", [{"instruction": "word " * 300, "output": "lost"}])
+    with pytest.raises(DataError, match=r"no row of dataset\.eval_files is left; first: .*eval\.json"):
+        build(alpaca_rows(5), eval_files=[str(held_out)], cutoff_len=64)
+
+
 def test_no_eval_split_without_held_out_rows(build):
     built = build(alpaca_rows(5), eval_fraction=0.0)
     assert list(built.result["parts"]) == ["train"]
@@ -225,7 +231,7 @@ def test_the_digest_of_the_eval_split_stays_when_a_training_row_changes(build):
     rows = alpaca_rows(30)
     first = build(rows, eval_fraction=0.1, packing=False)
     held_out = first.store("eval").num_documents
-    changed = build([*rows, {"instruction": "new", "output": "row"}], eval_fraction=0.1, packing=False)
+    changed = build([*rows, {"instruction": "one", "output": "more"}], eval_fraction=0.1, packing=False)
     assert held_out == 3
     assert changed.result["parts"]["train"] != first.result["parts"]["train"]
     assert changed.result["parts"]["eval"] == first.result["parts"]["eval"]
