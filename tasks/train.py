@@ -1,10 +1,37 @@
-"""Stage *train*: torchrun on Megatron-Core."""
+"""Stage *train*: torchrun on Megatron-Core.
 
-from typing import Literal
+identity    the training section; LoRA's or DPO's section where it is used
+inputs      the converted checkpoint; the train split of the data set
+execution   the parallel layout, the launcher, micro batch, checkpoint and log cadence
+body        `torch.distributed.run -m mca_lib.run_train`, resuming from the checkpoints in the work folder; then the
+            job `digest` over the trained checkpoint
+"""
+
+import json
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from mca_lib import errors
+from mca_lib.errors import ConfigError, UserError
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.registry import check_config_layout
+from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
+from tasks.canonical import JSON
+from tasks.contract import Input, Produced, Stage, StageContext
+from tasks.errors import StageFailed
+from tasks.process import CommandFailed, redact
 from tasks.section import Execution, Section
+from tasks.store import Artifact
+
+RESULT_NAME = "train_result.json"
+# fp32 weights and two Adam moments for each weight of 2 bytes, and the weights themselves.
+CHECKPOINT_PER_WEIGHT_BYTE = 7
+TRACEBACK_LINES = 25
 
 
 class TrainingConfig(Section):
@@ -83,3 +110,146 @@ class DpoConfig(Section):
     pref_beta: float = Field(default=0.1, gt=0)
     pref_ftx: float = Field(default=0.0, ge=0)
     use_ref_model: bool = True
+
+
+@dataclass(frozen=True)
+class TrainStage(Stage):
+    """Train `checkpoint` (of stage convert) on the train split of `dataset`."""
+
+    checkpoint: Artifact
+    dataset: Artifact
+    training: TrainingConfig
+    parallel: ParallelConfig
+    launcher: LauncherConfig
+    lora: LoraConfig
+    dpo: DpoConfig
+
+    name: ClassVar[str] = "train"
+    version: ClassVar[int] = 1
+
+    def identity(self) -> dict[str, JSON]:
+        used = {
+            "lora": self.lora if self.training.finetuning_type == "lora" else None,
+            "dpo": self.dpo if self.training.stage == "dpo" else None,
+        }
+        return self.training.identity() | {name: config.identity() for name, config in used.items() if config}
+
+    def inputs(self) -> dict[str, Input]:
+        return {"checkpoint": Input.of(self.checkpoint), "dataset": Input.of(self.dataset, "train")}
+
+    def space_needed(self) -> int:
+        weights = sum(path.stat().st_size for path in (self.checkpoint.path / "model").rglob("*") if path.is_file())
+        checkpoints = self.training.save_total_limit + 1 if self.training.save_steps else 1
+        return super().space_needed() + weights * (1 + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
+
+    def produce(self, ctx: StageContext) -> Produced:
+        check_training(self.training, self.parallel, self.launcher)
+        check_config_layout(McaModelConfig.from_pretrained(self.checkpoint.path), self.parallel)
+        final, result = ctx.work / "final", ctx.work / RESULT_NAME
+        # The result is written last: with both, an earlier attempt had come to its end.
+        if not (final.is_dir() and result.is_file()):
+            self._launch(ctx, final)
+        stats = json.loads(result.read_text())
+        for path in final.iterdir():
+            shutil.move(path, ctx.staging / path.name)
+        # Without its folder a further attempt resumes from the last checkpoint, and comes to the same bits.
+        final.rmdir()
+        digest = ctx.run_job("digest", {"checkpoint": str(ctx.staging)})
+        return Produced(digest=digest["digest"], parts=digest["parts"], stats=stats)
+
+    def _launch(self, ctx: StageContext, final: Path) -> None:
+        """Run all ranks to their end. Raises the user's error of the first rank that failed, or StageFailed."""
+        arguments, failures = ctx.work / "arguments.json", ctx.work / "failures"
+        arguments.write_text(json.dumps(self._arguments(ctx.work, final), indent=1))
+        shutil.rmtree(failures, ignore_errors=True)
+        failures.mkdir()
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1"),
+            f"--nproc-per-node={self.launcher.nproc_per_node}",
+            f"--max-restarts={self.launcher.max_restarts}",
+            # A free port; the ranks are told this address and no other.
+            *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
+            *("-m", "mca_lib.run_train", str(arguments)),
+        ]
+        env = {"OMP_NUM_THREADS": str(self.launcher.omp_num_threads), ERRORS_VARIABLE: str(failures)}
+        try:
+            ctx.run_command(command, log_name="train", env=env)
+        except CommandFailed as error:
+            failure = first_failure(failures)
+            if failure is None:
+                raise
+            raise _as_exception(failure, error.log_path) from None
+
+    def _arguments(self, work: Path, final: Path) -> dict[str, Any]:
+        """What `mca_lib.run_train` reads."""
+        training, parallel = self.training, self.parallel
+        return {
+            "model_name_or_path": str(self.checkpoint.path),
+            "token_store": str(self.dataset.path),
+            "output_dir": str(work),
+            "final_dir": str(final),
+            "stage": training.stage,
+            "finetuning_type": training.finetuning_type,
+            "use_mca": training.use_mca,
+            "tensor_model_parallel_size": parallel.tensor,
+            "pipeline_model_parallel_size": parallel.pipeline,
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
+            "context_parallel_size": parallel.context,
+            "expert_model_parallel_size": parallel.expert,
+            "sequence_parallel": parallel.sequence_parallel,
+            "global_batch_size": training.global_batch_size,
+            "per_device_train_batch_size": training.micro_batch_size,
+            "num_train_epochs": training.num_train_epochs,
+            "max_steps": training.max_steps,
+            "learning_rate": training.learning_rate,
+            "min_learning_rate": training.min_learning_rate,
+            "lr_scheduler_type": training.lr_scheduler_type,
+            # transformers reads a number below 1 as a share of the steps.
+            "warmup_steps": training.warmup_ratio,
+            "weight_decay": training.weight_decay,
+            "adam_beta1": training.adam_beta1,
+            "adam_beta2": training.adam_beta2,
+            "adam_epsilon": training.adam_epsilon,
+            "max_grad_norm": training.max_grad_norm,
+            "bf16": training.precision == "bf16",
+            "seed": training.seed,
+            "use_distributed_optimizer": training.use_distributed_optimizer,
+            "recompute_granularity": training.recompute_granularity,
+            "logging_steps": training.logging_steps,
+            "save_strategy": "steps" if training.save_steps else "no",
+            "save_steps": training.save_steps or 1,
+            "save_total_limit": training.save_total_limit,
+        }
+
+
+def check_training(training: TrainingConfig, parallel: ParallelConfig, launcher: LauncherConfig) -> None:
+    """Raise ConfigError for what this release cannot train, and for numbers of ranks or rows that do not divide."""
+    if training.stage == "dpo":
+        raise ConfigError("training.stage=dpo is not supported yet: use sft or pt")
+    if training.finetuning_type == "lora":
+        raise ConfigError("training.finetuning_type=lora is not supported yet: use full")
+    if not training.use_mca:
+        raise ConfigError("training.use_mca=false (LLaMA-Factory's trainers) is not supported yet: use true")
+    ranks, model_ranks = launcher.nproc_per_node, parallel.tensor * parallel.pipeline * parallel.context
+    if ranks % model_ranks:
+        raise ConfigError(
+            f"launcher.nproc_per_node={ranks} is not a multiple of parallel.tensor={parallel.tensor} × "
+            f"parallel.pipeline={parallel.pipeline} × parallel.context={parallel.context} = {model_ranks}"
+        )
+    replicas = ranks // model_ranks
+    rows = training.micro_batch_size * replicas
+    if training.global_batch_size % rows:
+        raise ConfigError(
+            f"training.global_batch_size={training.global_batch_size} is not a multiple of "
+            f"training.micro_batch_size={training.micro_batch_size} × {replicas} data-parallel ranks = {rows}"
+        )
+
+
+def _as_exception(failure: dict[str, Any], log_path: Path) -> Exception:
+    """The failure of a rank as this process raises it: one line for a user's mistake, a traceback for a defect."""
+    message = redact(failure["message"])
+    if failure["kind"] == "user":
+        kind = getattr(errors, failure["type"], UserError)
+        return kind(message) if issubclass(kind, UserError) else UserError(message)
+    trace = "\n".join(redact(failure["traceback"]).splitlines()[-TRACEBACK_LINES:])
+    return StageFailed(f"train: rank {failure['rank']}: {failure['type']}: {message}; log: {log_path}\n{trace}")

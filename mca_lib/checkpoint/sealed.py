@@ -36,21 +36,19 @@ def remove_leftovers(parent: Path) -> None:
 
 
 def seal(staging: Path, target: Path, meta: dict[str, Any]) -> None:
-    """Record and fsync everything in `staging`, then give it its name. An existing `target` is replaced."""
+    """Record everything in `staging`, then give it its name. An existing `target` is replaced."""
     files = {}
     for path in sorted(p for p in staging.rglob("*") if p.is_file()):
         files[path.relative_to(staging).as_posix()] = {"size": path.stat().st_size, "blake3": file_digest(path)}
-        _fsync(path)
     record = staging / RECORD_NAME
     record.write_text(json.dumps({**meta, "files": files}, indent=1))
-    _fsync(record)
-    for directory in [*(p for p in staging.rglob("*") if p.is_dir()), staging]:
-        _fsync(directory)
     move_into_place(staging, target)
 
 
 def move_into_place(staging: Path, target: Path) -> None:
-    """Rename `staging` to `target`, replacing what is there, durably."""
+    """Rename `staging` to `target`, replacing what is there, when all its bytes are on the disk."""
+    for path in [*staging.rglob("*"), staging]:
+        _fsync(path)
     replaced = target.parent / f".replaced-{uuid.uuid4().hex[:12]}"
     if target.exists():
         target.rename(replaced)

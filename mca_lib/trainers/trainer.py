@@ -9,6 +9,7 @@ save a checkpoint and leave with status 143.
 import json
 import logging
 import math
+import os
 import signal
 import sys
 import threading
@@ -256,8 +257,10 @@ class McaTrainer:
             peak_memory_mb=peaks,
             world_size=dist.get_world_size(),
         )
-        if self._is_rank_0:
-            (self.output_dir / RESULT_NAME).write_text(json.dumps(asdict(result), indent=1))
+        if self._is_rank_0:  # its presence says that the run has come to its end
+            temporary = self.output_dir / f".{RESULT_NAME}"
+            temporary.write_text(json.dumps(asdict(result), indent=1))
+            os.replace(temporary, self.output_dir / RESULT_NAME)
         return result
 
 

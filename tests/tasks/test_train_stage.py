@@ -1,0 +1,178 @@
+"""The train stage with torchrun: what is published, what is cached, and what is left when it is killed."""
+
+import contextlib
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
+import pytest
+
+from mca_lib.errors import CheckpointError, ConfigError
+from tasks.canonical import JSON
+from tasks.contract import Produced, Stage, StageContext
+from tasks.errors import StageFailed
+from tasks.process import TAG
+from tasks.stage import Hit, Miss, ensure, probe
+from tasks.store import ArtifactStore
+from tasks.train import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig, TrainStage
+from tests.mca_lib.trainers.training import VOCAB, make_model, make_store
+
+TRAINING = TrainingConfig(
+    global_batch_size=4, num_train_epochs=4, learning_rate=5e-3, precision="fp32", save_steps=2, seed=3
+)
+TWO_RANKS = LauncherConfig(nproc_per_node=2)
+
+
+@dataclass(frozen=True)
+class Given(Stage):
+    """In place of the convert or dataset stage: a folder that exists already."""
+
+    name: ClassVar[str] = "given"
+    version: ClassVar[int] = 1
+
+    folder: Path
+
+    def identity(self) -> dict[str, JSON]:
+        return {"name": self.folder.name}
+
+    def produce(self, ctx: StageContext) -> Produced:
+        subprocess.run(["cp", "-r", f"{self.folder}/.", ctx.staging], check=True)
+        return Produced(parts={"train": self.folder.name})
+
+
+def make_checkpoint(hf: Path, target: Path, poison: bool) -> None:
+    """An MCA checkpoint directory; `poison` puts a NaN into its weights."""
+    import torch
+
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
+
+    initialize_model_parallel(DistributingParallelArguments())
+    models = AutoModel.from_pretrained(hf, None)
+    if poison:
+        with torch.no_grad():
+            next(models.parameters()).fill_(float("nan"))
+    models.save_pretrained(target)
+
+
+@pytest.fixture(scope="module")
+def folder(ranks, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("train")
+    ranks(1, make_model, folder / "hf")
+    ranks(1, make_checkpoint, folder / "hf", folder / "checkpoint", False)
+    ranks(1, make_checkpoint, folder / "hf", folder / "poisoned", True)
+    make_store(folder / "rows", rows=18)
+    return folder
+
+
+def stage(store: ArtifactStore, folder: Path, checkpoint: str = "checkpoint", rows: str = "rows") -> TrainStage:
+    given = [ensure(store, Given(folder / name)).artifact for name in (checkpoint, rows)]
+    return TrainStage(*given, TRAINING, ParallelConfig(tensor=2), TWO_RANKS, LoraConfig(), DpoConfig())
+
+
+@pytest.fixture(scope="module")
+def store(folder) -> ArtifactStore:
+    return ArtifactStore(folder / "store")
+
+
+@pytest.fixture(scope="module")
+def trained(store, folder):
+    return ensure(store, stage(store, folder))
+
+
+def test_the_artifact_is_a_checkpoint_with_the_figures_of_the_run(trained):
+    artifact = trained.artifact
+    assert not trained.cached
+    assert {"mca_config.json", "model"} <= {path.name for path in artifact.path.iterdir()}
+    assert {"weights", "config"} <= set(artifact.parts)
+    stats = artifact.record.stats
+    assert (stats["steps"], stats["world_size"], len(stats["peak_memory_mb"])) == (20, 2, 2)
+    assert stats["train_loss"] > stats["final_loss"]
+
+
+def test_layout_and_cadence_are_not_part_of_the_key_and_the_learning_rate_is(store, folder, trained):
+    same = replace(
+        stage(store, folder),
+        parallel=ParallelConfig(pipeline=2),
+        launcher=LauncherConfig(nproc_per_node=4),
+        training=TRAINING.model_copy(update={"save_steps": 7, "micro_batch_size": 2}),
+        lora=LoraConfig(r=99),
+    )
+    assert isinstance(probe(store, same), Hit)
+    other = probe(store, replace(same, training=TRAINING.model_copy(update={"learning_rate": 1e-4})))
+    assert isinstance(other, Miss)
+    assert [change.field for change in other.changed] == ["identity.learning_rate"]
+
+
+def test_killed_with_its_parent_it_leaves_no_rank_and_the_next_run_resumes_to_the_same_bits(folder, trained):
+    store = ArtifactStore(folder / "killed")
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from tests.tasks.test_train_stage import stage, ensure, ArtifactStore\n"
+        "store = ArtifactStore(sys.argv[1])\n"
+        "print('cached', ensure(store, stage(store, Path(sys.argv[2]))).cached)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code, str(store.root), str(folder)])
+    while not list(store.root.glob(".work/**/checkpoint-*/.record.json")):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            pytest.fail(f"the run ended with {parent.wait(0.05)} before it could be killed")
+    tag = store.tag("train", trained.artifact.key)
+    children = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(TAG) == tag]
+    assert len(children) >= 3, "torchrun and two ranks"
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert not alive
+    assert not list(store.root.glob("train/*"))
+    resumed = ensure(store, stage(store, folder))
+    assert not resumed.cached
+    assert resumed.artifact.digest == trained.artifact.digest
+
+
+def test_a_defect_in_a_rank_comes_with_that_ranks_traceback(store, folder):
+    from mca_lib.data.token_store import TokenStoreWriter
+
+    with TokenStoreWriter(folder / "foreign" / "train") as writer:
+        for _ in range(4):
+            writer.add_row([([VOCAB + 5] * 8, [True] * 8)])
+    with pytest.raises(
+        StageFailed, match=r"(?s)train: rank 0: \w+Error: .*log: .*collate|train: rank 0: \w+Error: .*embedding"
+    ):
+        ensure(
+            store, replace(stage(store, folder, rows="foreign"), launcher=LauncherConfig(), parallel=ParallelConfig())
+        )
+
+
+def test_a_mistake_that_a_rank_finds_is_one_line(store, folder):
+    with pytest.raises(CheckpointError, match=r"holds NaN") as caught:
+        ensure(
+            store,
+            replace(stage(store, folder, checkpoint="poisoned"), launcher=LauncherConfig(), parallel=ParallelConfig()),
+        )
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"training": TRAINING.model_copy(update={"stage": "dpo"})}, "training.stage=dpo"),
+        ({"training": TRAINING.model_copy(update={"finetuning_type": "lora"})}, "training.finetuning_type=lora"),
+        ({"training": TRAINING.model_copy(update={"use_mca": False})}, "training.use_mca=false"),
+        ({"launcher": LauncherConfig(nproc_per_node=3)}, r"launcher.nproc_per_node=3 .*parallel.tensor=2"),
+        (
+            {"launcher": LauncherConfig(nproc_per_node=6)},
+            r"training.global_batch_size=4 .*training.micro_batch_size=1 × 3 data-parallel ranks",
+        ),
+        ({"parallel": ParallelConfig(tensor=8), "launcher": LauncherConfig(nproc_per_node=8)}, r"parallel.tensor=8"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(store, folder, changes, named):
+    # Another seed, so that the artifact of the first test does not answer.
+    stage_ = replace(stage(store, folder), **changes)
+    stage_ = replace(stage_, training=stage_.training.model_copy(update={"seed": 99}))
+    with pytest.raises(ConfigError, match=named):
+        ensure(store, stage_)
