@@ -10,7 +10,7 @@ from tasks.canonical import JSON, canonical_json
 from tasks.contract import Produced, Stage, StageContext
 from tasks.digests import digest_files
 from tasks.errors import StageFailed, StoreError
-from tasks.lease import Lease, is_held
+from tasks.lease import Lease, any_held, is_held
 from tasks.process import kill_tagged, secret_in
 from tasks.publish import publish, seal
 from tasks.record import ArtifactRecord, FileEntry, InputEntry, finite, producer
@@ -74,18 +74,29 @@ def _verify_inputs(store: ArtifactStore, stage: Stage) -> None:
 
 
 def _folders(store: ArtifactStore, stage: Stage, key: str, lease: Lease) -> tuple[Path, Path]:
-    """An empty staging folder and the work folder of this key; what dead runs left in staging goes."""
+    """An empty staging folder and the work folder of this key; what dead runs left behind goes."""
     store.staging.mkdir(exist_ok=True)
     for leftover in store.staging.iterdir():
         holder = leftover.name.rpartition(".")[0]  # <stage>-<key>.<lease number>.<random>
         # One whose lease was taken over goes even if its run is alive: it can no longer publish then.
         if not leftover.name.startswith(".") and not is_held(store.leases / holder):
             shutil.rmtree(leftover, ignore_errors=True)
+    _sweep_work(store)
     staging = store.staging / f"{lease.path.name}.{uuid.uuid4().hex[:8]}"
     staging.mkdir()
     work = store.work(stage.name, key)
     work.mkdir(parents=True, exist_ok=True)
     return staging, work
+
+
+def _sweep_work(store: ArtifactStore) -> None:
+    """Remove work folders of published artifacts: a run that is killed right after publishing leaves its own."""
+    if not store.works.is_dir():
+        return
+    for work in store.works.iterdir():
+        stage, _, key = work.name.rpartition("-")
+        if store.location(stage, key).exists() and not any_held(store.leases, work.name):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 def _record(

@@ -26,7 +26,8 @@ from tasks.cancel import Scope
 from tasks.errors import LeaseLost
 
 HEARTBEAT_SECONDS = 5.0
-STALE_SECONDS = 60.0
+# Longer than the minute for which NFS may show an old time stamp.
+STALE_SECONDS = 90.0
 POLL_SECONDS = (0.2, 2.0)
 REPORT_SECONDS = 30.0
 
@@ -39,34 +40,26 @@ class Owner:
     boot: str
     namespace: str
     pid: int
-    started: float
+    started: int
+    """Clock ticks from boot to the start of the process: unlike a time of day, it never changes."""
     uuid: str
 
     @staticmethod
     def me() -> "Owner":
-        import psutil
-
-        return Owner(
-            host=socket.gethostname(),
-            boot=_boot_id(),
-            namespace=_pid_namespace(),
-            pid=os.getpid(),
-            started=psutil.Process().create_time(),
-            uuid=uuid.uuid4().hex,
-        )
+        pid = os.getpid()
+        _, started = _process(pid) or ("", 0)
+        return Owner(socket.gethostname(), _boot_id(), _pid_namespace(), pid, started, uuid.uuid4().hex)
 
     def is_dead(self) -> bool:
         """True when the owner ran on this machine and its process is gone; False when that cannot be known."""
-        import psutil
-
         here = (socket.gethostname(), _boot_id(), _pid_namespace())
         if (self.host, self.boot, self.namespace) != here:
             return False
-        try:
-            process = psutil.Process(self.pid)
-            return process.create_time() != self.started or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
+        process = _process(self.pid)
+        if process is None:
+            return not _exists(self.pid)
+        state, started = process
+        return state in "XZ" or started != self.started
 
 
 class Lease:
@@ -140,6 +133,11 @@ def acquire(folder: Path, name: str, *, scope: Scope, on_wait: Callable[[str], N
         interval = min(interval * 1.5, POLL_SECONDS[1])
 
 
+def any_held(folder: Path, name: str) -> bool:
+    """Whether someone may hold the lease `name`, of whatever number."""
+    return folder.is_dir() and any(is_held(folder / f"{name}.{number}") for number in _numbers(folder, name))
+
+
 def is_held(path: Path) -> bool:
     """False when the lease file is gone or its owner is known to be dead."""
     owner = _read_owner(path)
@@ -156,6 +154,7 @@ class _Watch:
         """The owner that `is_gone` said is gone."""
 
     def is_gone(self, holder: Path) -> bool:
+        self.judged = _read_owner(holder)  # first: opening it makes NFS fetch the time stamp afresh
         try:
             stat = os.stat(holder)
         except FileNotFoundError:
@@ -163,7 +162,6 @@ class _Watch:
         beat = (holder.name, stat.st_ino, stat.st_mtime_ns)
         if beat != self._seen:
             self._seen, self._since = beat, time.monotonic()
-        self.judged = _read_owner(holder)
         if time.monotonic() - self._since > STALE_SECONDS:
             return True
         return self.judged is not None and self.judged.is_dead()
@@ -233,6 +231,26 @@ def _describe(owner: Owner | None) -> str:
 
 def _stem(path: Path) -> str:
     return path.name.rpartition(".")[0]
+
+
+def _process(pid: int) -> tuple[str, int] | None:
+    """(state, start in clock ticks since boot) of a process on this machine, None when it cannot be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return None
+    return fields[0].decode(), int(fields[19])
+
+
+def _exists(pid: int) -> bool:
+    """Whether there is such a process, also where /proc hides those of other users."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _boot_id() -> str:

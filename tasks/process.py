@@ -164,7 +164,7 @@ def _start(argv: list[str], env: dict[str, str], log_path: Path, cwd: Path | Non
 
 
 def _wait(
-    process: subprocess.Popen, scope: cancel.Scope, forward: Callable[[], None], check: Callable[[], None] | None
+    process: subprocess.Popen, scope: cancel.Scope, forward: Callable[..., None], check: Callable[[], None] | None
 ) -> None:
     """Block until the process ends; forward its output meanwhile."""
     descriptor = os.pidfd_open(process.pid)

@@ -101,9 +101,13 @@ class ArtifactStore:
     def staging(self) -> Path:
         return self.root / ".staging"
 
+    @property
+    def works(self) -> Path:
+        return self.root / ".work"
+
     def work(self, stage: str, key: str) -> Path:
         """Folder that a stage keeps across attempts: training checkpoints, logs."""
-        return self.root / ".work" / f"{stage}-{key}"
+        return self.works / f"{stage}-{key}"
 
     def tag(self, stage: str, key: str) -> str:
         """Marks the child processes of one key of this store; another store's are never touched."""
@@ -138,11 +142,11 @@ class ArtifactStore:
         return found if isinstance(found, Artifact) else None
 
     def records(self, stage: str | None = None) -> Iterator[ArtifactRecord]:
-        """Records of the store, or of one stage, without looking at payloads; unreadable ones are left out."""
+        """Records of the store, or of one stage, without looking at payloads; those it cannot read are left out."""
         for name, key in self._entries(stage):
             try:
                 yield load(self.location(name, key) / RECORD_NAME, name, key)
-            except UnreadableRecord:
+            except (UnreadableRecord, StoreError):
                 continue
 
     def ls(self, stage: str | None = None) -> list[Artifact]:

@@ -44,6 +44,8 @@ def find_damage(record: ArtifactRecord, path: Path, cache: FolderCache, *, full:
             present = set(payload_files(path))
         except Unsafe as unsafe:
             return damage("", f"holds something foreign: {unsafe}")
+        except PermissionError:
+            raise StoreError(f"{path}: not readable by this user; mend its permissions") from None
         if extra := sorted(present - record.files.keys()):
             return damage(extra[0], "is not in the record")
     for rel, entry in record.files.items():

@@ -97,7 +97,7 @@ def test_lease_of_a_killed_process_is_taken_over_at_once(folder: Path) -> None:
 
 
 def test_pid_that_was_given_to_another_process_does_not_count_as_alive(folder: Path) -> None:
-    put(folder, replace(Owner.me(), started=1.0, uuid="theirs"))
+    put(folder, replace(Owner.me(), started=1, uuid="theirs"))
     with take(folder) as held:
         assert held.number == 2
 
@@ -178,7 +178,7 @@ def test_takeover_on_outdated_knowledge_gives_way(folder: Path) -> None:
 
 
 def test_many_takers_never_hold_it_together(folder: Path, quick: None, tmp_path: Path) -> None:
-    put(folder, replace(Owner.me(), started=1.0, uuid="dead"))
+    put(folder, replace(Owner.me(), started=1, uuid="dead"))
     code = (
         "from tasks.lease import acquire\n"
         "from tasks.cancel import Scope\n"

@@ -254,6 +254,18 @@ def test_killed_run_is_taken_over_at_once_and_its_staging_goes(store: ArtifactSt
     assert computations(log) == 2
 
 
+def test_work_folder_of_a_run_that_was_killed_after_publishing_goes_with_the_next_computation(
+    store: ArtifactStore,
+) -> None:
+    artifact = ensure(store, Letter("a")).artifact
+    done, open_end = store.work("letter", artifact.key), store.work("letter", "0" * 32)
+    done.mkdir()
+    open_end.mkdir()
+    ensure(store, Letter("b"))
+    assert not done.exists()
+    assert open_end.exists()
+
+
 def test_kill_at_any_moment_leaves_no_half_artifact(store: ArtifactStore) -> None:
     code = (
         "store = ArtifactStore(sys.argv[1])\n"
