@@ -28,8 +28,9 @@ def cover_row(packed: PackedSeqParams, length: int) -> PackedSeqParams:
     """The same documents, with trailing padding as one more document and `max_seqlen` as it really is.
 
     `length` is the row's over all context parallel ranks. Megatron's rotary embedding splits the row by `cu_seqlens`,
-    so these must cover it; and it takes a `max_seqlen` that equals the row's length for "positions run through the
-    whole row", which is wrong as soon as there are two documents (megatron-core 0.19.2, `_apply_rotary_pos_emb_thd`).
+    so these must cover it. And it reads a `max_seqlen` that equals the row's length as "positions run on through the
+    row" (megatron-core 0.19.2, `_apply_rotary_pos_emb_thd`): a document's logits would then depend, if only by
+    rounding, on where in a row it lies.
     """
     bounds = document_bounds(packed)
     if bounds[-1] > length:

@@ -16,13 +16,14 @@ SIZES = {
     "eos_token_id": 2,
 }
 
+# With heads of 16 the wavelengths are 6, 11, 20, 35, ...: short of, between and beyond the limits 8 and 27.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
-    "rope_theta": 500000.0,
+    "rope_theta": 100.0,
     "factor": 32.0,
     "low_freq_factor": 1.5,
     "high_freq_factor": 5.0,
-    "original_max_position_embeddings": 16,
+    "original_max_position_embeddings": 40,
 }
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -32,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-mqa": {"model_type": "llama", "num_key_value_heads": 1},
     "llama-bias": {"model_type": "llama", "attention_bias": True},
     "llama-head-dim": {"model_type": "llama", "head_dim": 24},
-    "llama3-rope": {"model_type": "llama", "rope_parameters": LLAMA3_ROPE},
+    "llama3-rope": {"model_type": "llama", "head_dim": 16, "rope_parameters": LLAMA3_ROPE},
     "qwen2": {"model_type": "qwen2"},
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
