@@ -20,6 +20,8 @@ _KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 def rope_from_hf(hf: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
     """(base, scaling) of a Hugging Face config. Raises ModelError naming the field that cannot be carried over."""
+    if hf.get("rope_parameters") and hf.get("rope_scaling") and hf["rope_parameters"] != hf["rope_scaling"]:
+        raise ModelError("config.json: rope_parameters and rope_scaling are both given and differ; keep one")
     where = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     given = hf.get(where) or {}
     if not isinstance(given, dict):
