@@ -88,12 +88,11 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
     heads, groups, layers = config.num_attention_heads, config.num_query_groups, config.num_layers
     if heads % tp:
         raise ConfigError(
-            f"parallel.tensor={tp} does not divide the model's {heads} attention heads; use one of {_divisors(heads)}"
+            f"parallel.tensor={tp} does not divide the model's {heads} attention heads; use one of {_fitting(config)}"
         )
-    if groups % tp and tp % groups:
-        fitting = [d for d in _divisors(heads) if groups % d == 0 or d % groups == 0]
+    if not _key_value_heads_fit(config, tp):
         raise ConfigError(
-            f"parallel.tensor={tp} does not fit the model's {groups} key/value heads; use one of {fitting}"
+            f"parallel.tensor={tp} does not fit the model's {groups} key/value heads; use one of {_fitting(config)}"
         )
     if config.ffn_hidden_size % tp:
         raise ConfigError(f"parallel.tensor={tp} does not divide the model's MLP size {config.ffn_hidden_size}")
@@ -109,6 +108,17 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
         )
     if parallel.expert > 1:
         raise ConfigError(f"parallel.expert={parallel.expert}: a {config.model_type} model has no experts; use 1")
+
+
+def _key_value_heads_fit(config: McaModelConfig, tp: int) -> bool:
+    """Each rank has whole key/value heads, or several ranks share one and the fused rows still divide."""
+    groups = config.num_query_groups
+    return groups % tp == 0 or (tp % groups == 0 and (config.query_size + 2 * config.kv_size) % tp == 0)
+
+
+def _fitting(config: McaModelConfig) -> list[int]:
+    """Tensor parallel sizes that the attention heads allow."""
+    return [d for d in _divisors(config.num_attention_heads) if _key_value_heads_fit(config, d)]
 
 
 def _divisors(n: int) -> list[int]:

@@ -146,8 +146,9 @@ def test_changed_field_reaches_the_hf_config() -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"tensor": 4}, r"parallel.tensor=4 .* 6 attention heads; use one of \[1, 2, 3, 6\]"),
-        ({"tensor": 3}, r"parallel.tensor=3 .* 2 key/value heads; use one of \[1, 2, 6\]"),
+        ({"tensor": 4}, r"parallel.tensor=4 .* 6 attention heads; use one of \[1, 2\]"),
+        ({"tensor": 3}, r"parallel.tensor=3 .* 2 key/value heads; use one of \[1, 2\]"),
+        ({"tensor": 6}, "parallel.tensor=6 .* 2 key/value heads"),
         ({"pipeline": 4}, r"parallel.pipeline=4 .* 6 layers; use one of \[1, 2, 3, 6\]"),
         ({"pipeline": 2, "virtual_pipeline": 2}, r"virtual_pipeline=4 .* 6 layers"),
         ({"virtual_pipeline": 2}, "parallel.virtual_pipeline=2 needs parallel.pipeline"),
@@ -160,9 +161,13 @@ def test_layout_that_does_not_fit_names_both_sides(sizes: dict[str, Any], messag
         check_layout(BASE, Layout(**sizes))
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 6}, {"pipeline": 3, "virtual_pipeline": 2, "tensor": 2}])
+@pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 3, "virtual_pipeline": 2, "tensor": 2}])
 def test_layout_that_fits_is_accepted(sizes: dict[str, Any]) -> None:
     check_layout(BASE, Layout(**sizes))
+
+
+def test_ranks_may_share_a_key_value_head() -> None:
+    check_layout({**BASE, "num_attention_heads": 8, "head_dim": 8}, Layout(tensor=4))
 
 
 def test_mlp_that_does_not_divide_is_named() -> None:
