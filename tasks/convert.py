@@ -1,10 +1,15 @@
 """Stage *convert*: Hugging Face weights become a Megatron-Core checkpoint that loads at any parallel layout."""
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from mca_lib.errors import ConfigError
+from tasks.canonical import JSON
+from tasks.contract import Input, Produced, Stage, StageContext
 from tasks.section import Section
+from tasks.store import Artifact
 
 
 class CheckpointConfig(Section):
@@ -14,3 +19,35 @@ class CheckpointConfig(Section):
     """`gpt`: a transformer; `hybrid`: attention, MLP and Mamba layers by a pattern."""
     max_logits_difference: float = Field(default=1e-3, gt=0)
     """Largest |Δ| of fp32 logits against transformers that the stage accepts."""
+
+
+@dataclass(frozen=True)
+class ConvertStage(Stage):
+    """Convert `model`, a Hugging Face directory; the output is the same at whatever layout it is loaded later."""
+
+    model: Artifact
+    config: CheckpointConfig
+
+    name: ClassVar[str] = "convert"
+    version: ClassVar[int] = 1
+
+    def identity(self) -> dict[str, JSON]:
+        return self.config.identity()
+
+    def inputs(self) -> dict[str, Input]:
+        return {part: Input.of(self.model, part) for part in self.model.parts}
+
+    def space_needed(self) -> int:
+        weights = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
+        return super().space_needed() + weights
+
+    def produce(self, ctx: StageContext) -> Produced:
+        if self.config.kind == "hybrid":
+            raise ConfigError("checkpoint.kind: hybrid is not available in this release; use gpt")
+        spec = {
+            "model": str(self.model.path),
+            "output": str(ctx.staging),
+            "max_logits_difference": self.config.max_logits_difference,
+        }
+        result = ctx.run_job("convert", spec)
+        return Produced(digest=result.pop("digest"), parts=result.pop("parts"), stats=result)
