@@ -86,15 +86,21 @@ class TokenStore(Sequence[Row]):
     def __getitem__(self, index: int) -> Row:  # type: ignore[override]
         """Row `index`; negative indices count from the end. Raises IndexError."""
         row = range(len(self))[index]
-        pieces = [self.document(d) for d in self.row_documents[self.row_offsets[row] : self.row_offsets[row + 1]]]
-        lengths_N = np.array([len(tokens) for tokens, _ in pieces], dtype=np.int64)
+        documents_N = self.row_documents[self.row_offsets[row] : self.row_offsets[row + 1]]
+        starts_N, stops_N = self.document_offsets[documents_N], self.document_offsets[documents_N + 1]
+        lengths_N = stops_N - starts_N
+        spans = list(zip(starts_N.tolist(), stops_N.tolist(), strict=True))
+        if np.array_equal(starts_N[1:], stops_N[:-1]):
+            # As the writer leaves them: the documents of a row lie side by side.
+            spans = [(spans[0][0], spans[-1][1])]
+        pieces = [self._span(*span) for span in spans]
         input_ids_S = np.concatenate([tokens for tokens, _ in pieces]).astype(np.int64)
         mask_S = np.concatenate([mask for _, mask in pieces])
         # A document's first token has mask 0, so shifting the whole row never crosses a document's border.
         labels_S = np.full_like(input_ids_S, IGNORE_INDEX)
         labels_S[:-1] = np.where(mask_S[1:], input_ids_S[1:], IGNORE_INDEX)
-        starts_N = np.cumsum(lengths_N) - lengths_N
-        position_ids_S = np.arange(len(input_ids_S), dtype=np.int64) - np.repeat(starts_N, lengths_N)
+        first_positions_N = np.cumsum(lengths_N) - lengths_N
+        position_ids_S = np.arange(len(input_ids_S), dtype=np.int64) - np.repeat(first_positions_N, lengths_N)
         return Row(input_ids_S, labels_S, position_ids_S, lengths_N)
 
     def __iter__(self) -> Iterator[Row]:
@@ -102,7 +108,9 @@ class TokenStore(Sequence[Row]):
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens int32 [L], loss mask bool [L]) of one document."""
-        start, stop = int(self.document_offsets[index]), int(self.document_offsets[index + 1])
+        return self._span(int(self.document_offsets[index]), int(self.document_offsets[index + 1]))
+
+    def _span(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         first_byte = start // 8
         bits = np.unpackbits(self._mask_bits[first_byte : -(-stop // 8)])
         shift = start - 8 * first_byte
@@ -231,6 +239,7 @@ class _GrowingArray:
 
 def _map_array(path: Path) -> np.ndarray:
     try:
-        return np.load(path, mmap_mode="r")
+        # A plain view: slicing the memmap subclass costs several times as much.
+        return np.load(path, mmap_mode="r").view(np.ndarray)
     except (OSError, ValueError) as error:
         raise DataError(f"token store {path.parent}: {path.name} cannot be read ({error}); build it again") from None

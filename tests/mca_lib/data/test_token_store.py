@@ -74,6 +74,17 @@ def test_a_token_costs_about_four_bytes(tmp_path):
     assert size / store.num_tokens < 4.2
 
 
+def test_documents_of_a_row_may_lie_anywhere(tmp_path):
+    store = write(tmp_path / "train", [[([1, 2], [0, 1])], [([3], [0])], [([4, 5, 6], [0, 1, 1])]])
+    np.save(tmp_path / "train" / "row_documents.npy", np.array([2, 0, 1]))
+    np.save(tmp_path / "train" / "row_offsets.npy", np.array([0, 2, 3]))
+    row = TokenStore.open(tmp_path / "train")[0]
+    assert row.input_ids.tolist() == [4, 5, 6, 1, 2]
+    assert row.labels.tolist() == [5, 6, IGNORE_INDEX, 2, IGNORE_INDEX]
+    assert row.document_lengths.tolist() == [3, 2]
+    assert len(store) == 3
+
+
 def test_pickling_sends_the_path_and_not_the_tokens(tmp_path):
     store = write(tmp_path / "train", random_rows(4, rows=400))
     assert len(pickle.dumps(store)) < 1000
