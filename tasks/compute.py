@@ -18,6 +18,9 @@ from tasks.report import Reporter
 from tasks.store import Artifact, ArtifactStore
 from tasks.verify import Damage
 
+# With less than this free, a disk is as good as full.
+_FULL = 1 << 20
+
 
 def compute(
     store: ArtifactStore,
@@ -56,6 +59,8 @@ def compute(
             cache.save()
     except StageFailed:
         report.warning(f"{stage.name} failed; logs and work folder are kept in {work}")
+        # A child that finds no room dies in any of many ways, often without a word: its log is on the same disk.
+        store.require_space(_FULL, f"stage {stage.name} failed for want of room: it")
         raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
