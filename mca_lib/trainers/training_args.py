@@ -32,6 +32,8 @@ HARMLESS = frozenset({
 })
 # fmt: on
 
+OFF = (None, False, "no")
+
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 """transformers' name → decay style of Megatron's scheduler."""
 
@@ -138,7 +140,8 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
                 continue
             default = spec.default_factory() if callable(spec.default_factory) else spec.default
             value = getattr(self, spec.name)
-            if value != default:
+            # The parser of flags turns defaults of "no" into False.
+            if value != default and not (value in OFF and default in OFF):
                 raise ConfigError(
                     f"{spec.name}={value!r} has no effect in the Megatron-Core trainer: leave it at {default!r}"
                 )

@@ -1,0 +1,154 @@
+"""What the trainer measures and says: evaluation, learning rates, precision, progress, and when it gives up."""
+
+import itertools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.mca_lib.trainers.training import HYPERPARAMETERS, history, make_model, make_store, train
+from tests.ranks import RankError
+
+
+@pytest.fixture(scope="module")
+def folder(ranks, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trainer")
+    ranks(1, make_model, folder / "model")
+    make_store(folder / "store", rows=6)
+    make_store(folder / "store", rows=5, split="eval", seed=9)  # divides by no number of ranks
+    return folder
+
+
+def plain_evaluation(model: str, split: str) -> float:
+    """Token mean over every row, by transformers."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from mca_lib.data.token_store import TokenStore
+
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    loss_sum, count = 0.0, 0
+    for row in TokenStore.open(split):
+        bounds = [0, *np.cumsum(row.document_lengths)]
+        for begin, end in itertools.pairwise(bounds):
+            with torch.no_grad():
+                logits = network(input_ids=torch.from_numpy(row.input_ids[begin:end])[None]).logits[0]
+            labels = torch.from_numpy(row.labels[begin:end])
+            loss_sum += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+            count += int((labels != -100).sum())
+    return loss_sum / count
+
+
+def evaluate(model: str, split: str, options: dict[str, Any]) -> float:
+    """Loss by the trainer, before any step."""
+    from mca_lib.data.token_store import TokenStore
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import initialize_model_parallel
+    from mca_lib.trainers import McaTrainer, Seq2SeqTrainingArguments
+
+    args = Seq2SeqTrainingArguments(output_dir=".", **{**HYPERPARAMETERS, **options})
+    initialize_model_parallel(args)
+    rows = TokenStore.open(split)
+    return McaTrainer(AutoModel.from_pretrained(model, args), args, rows, rows).evaluate().loss
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"),
+    [
+        (1, {"per_device_eval_batch_size": 2}),
+        (2, {"per_device_eval_batch_size": 2}),
+        (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+        (2, {"context_parallel_size": 2}),
+    ],
+    ids=["one rank", "DP2", "PP2 in two chunks", "CP2"],
+)
+def test_evaluation_covers_every_held_out_row_once(ranks, folder, world_size, options):
+    (plain,) = ranks(1, plain_evaluation, f"{folder}/model", f"{folder}/store/eval")
+    for loss in ranks(world_size, evaluate, f"{folder}/model", f"{folder}/store/eval", options):
+        assert loss == pytest.approx(plain, abs=1e-4)
+
+
+def scheduled(name: str, steps: int) -> list[float]:
+    """Learning rates of transformers' schedule."""
+    import torch
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=HYPERPARAMETERS["learning_rate"])
+    scheduler = get_scheduler(name, optimizer, HYPERPARAMETERS["warmup_steps"], steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine", "constant_with_warmup"])
+def test_learning_rates_are_those_of_transformers(ranks, folder, name):
+    options = {"max_steps": 6, "lr_scheduler_type": name}
+    values = ranks(1, train, f"{folder}/model", f"{folder}/store", f"{folder}/{name}", options)
+    rates = [line["learning_rate"] for line in values[0]["log"]]
+    assert rates == pytest.approx(ranks(1, scheduled, name, 6)[0], rel=1e-6)
+
+
+def test_the_schedule_ends_at_the_minimum_learning_rate(ranks, folder):
+    options = {"max_steps": 30, "min_learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
+    values = ranks(1, train, f"{folder}/model", f"{folder}/store", f"{folder}/minimum", options)
+    assert values[0]["log"][-1]["learning_rate"] == pytest.approx(1e-3, rel=0.02)
+
+
+def test_bf16_follows_fp32(ranks, folder):
+    places = f"{folder}/model", f"{folder}/store"
+    fp32, bf16 = (ranks(1, train, *places, f"{folder}/{x}", {"max_steps": 10, "bf16": x}) for x in (False, True))
+    # bf16 has 8 bits of mantissa: 0.4 % a rounding.
+    np.testing.assert_allclose(history(bf16)[:, 0], history(fp32)[:, 0], rtol=0.02)
+    assert not np.array_equal(history(bf16), history(fp32))
+
+
+def test_without_clipping_the_gradient_norm_is_still_measured(ranks, folder):
+    values = ranks(
+        1, train, f"{folder}/model", f"{folder}/store", f"{folder}/unclipped", {"max_steps": 3, "max_grad_norm": 0.0}
+    )
+    clipped = ranks(1, train, f"{folder}/model", f"{folder}/store", f"{folder}/clipped", {"max_steps": 3})
+    assert history(values)[0, 1] == history(clipped)[0, 1] > 1.0
+    assert not np.array_equal(history(values)[2], history(clipped)[2])
+
+
+def test_divergence_stops_the_run_and_names_the_learning_rate(ranks, folder):
+    options = {"max_steps": 6, "learning_rate": 1e20, "warmup_steps": 0}
+    with pytest.raises(RankError, match=r"ConfigError: training diverged: .* at step \d; lower learning_rate=1e\+20"):
+        ranks(1, train, f"{folder}/model", f"{folder}/store", f"{folder}/diverged", options)
+    assert not (folder / "diverged" / "final").exists()
+
+
+def train_with_progress(model: str, store: str, out: str, options: dict[str, Any], progress: str) -> None:
+    os.environ["MCAFLOW_PROGRESS"] = progress
+    train(model, store, out, options)
+
+
+def test_progress_lines_say_how_far_how_fast_and_how_long(ranks, folder):
+    progress = folder / "progress.jsonl"
+    options = {"num_train_epochs": 2, "eval_strategy": "epoch", "logging_steps": 2}
+    ranks(2, train_with_progress, f"{folder}/model", f"{folder}/store", f"{folder}/progress", options, str(progress))
+    lines = [json.loads(line) for line in progress.read_text().splitlines()]
+    steps = [line for line in lines if "loss" in line]
+    assert [(line["done"], line["total"], line["epoch"]) for line in steps] == [(2, 4, 1.0), (4, 4, 2.0)]
+    for line in steps:
+        assert line["tokens_per_second"] > 0
+        assert line["eta_seconds"] >= 0
+        assert line["memory_mb"] > 0
+    evaluations = [line for line in lines if "eval_loss" in line]
+    assert [line["step"] for line in evaluations] == [2, 4]
+    assert evaluations[1]["eval_loss"] < evaluations[0]["eval_loss"]
+
+
+def test_a_logged_loss_is_the_token_mean_since_the_line_before(ranks, folder):
+    places = f"{folder}/model", f"{folder}/store"
+    each = ranks(1, train, *places, f"{folder}/each", {"max_steps": 4})[0]
+    pairs = ranks(1, train, *places, f"{folder}/pairs", {"max_steps": 4, "logging_steps": 2})[0]
+    assert each["result"]["train_loss"] == pairs["result"]["train_loss"]
+    low, high = sorted(line["loss"] for line in each["log"][:2])
+    assert low <= pairs["log"][0]["loss"] <= high
