@@ -32,7 +32,7 @@ HARMLESS = frozenset({
 })
 # fmt: on
 
-OFF = (None, False, "no")
+OFF = (None, False, "no", "")
 
 SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
 """transformers' name → decay style of Megatron's scheduler."""
@@ -140,7 +140,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
                 continue
             default = spec.default_factory() if callable(spec.default_factory) else spec.default
             value = getattr(self, spec.name)
-            # The parser of flags turns defaults of "no" into False.
+            # The parser of flags turns defaults of "no" and "" into False and None.
             if value != default and not (value in OFF and default in OFF):
                 raise ConfigError(
                     f"{spec.name}={value!r} has no effect in the Megatron-Core trainer: leave it at {default!r}"
