@@ -228,7 +228,7 @@ class ArtifactStore:
         free = shutil.disk_usage(self.root).free
         if free < needed:
             raise StoreError(
-                f"{self.root}: {what} needs {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free; "
+                f"{self.root}: {what} needs {_size(needed)} and {_size(free)} are free; "
                 "free some space or name a store on another disk (store.path)"
             )
 
@@ -257,6 +257,10 @@ class ArtifactStore:
     def _artifact(self, record: ArtifactRecord) -> Artifact:
         home = self.location(record.stage, record.key)
         return Artifact(record, home if record.external is None else Path(record.external))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
 
 
 _ABSENT = object()

@@ -279,6 +279,6 @@ def test_full_disk_is_refused_before_the_stage_starts(
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("tasks.store.shutil.disk_usage", lambda path: usage)
     log = tmp_path / "log"
-    with pytest.raises(StoreError, match=r"stage letter needs 0\.02 GB and 0\.00 GB are free"):
+    with pytest.raises(StoreError, match=r"stage letter needs 16\.8 MB and 0\.0 MB are free"):
         ensure(store, Letter("hello", log))
     assert not log.exists()
