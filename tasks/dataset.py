@@ -19,6 +19,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from mca_lib.data.formats import read_entries, resolve_sources
+from mca_lib.data.spec import TOKENIZING_LIBRARIES
 from mca_lib.errors import DataError, ModelError
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
@@ -26,7 +27,6 @@ from tasks.report import Reporter
 from tasks.section import Execution, Section
 from tasks.store import Artifact, ArtifactStore
 
-TOKENIZING_LIBRARIES = ("transformers", "tokenizers", "llamafactory")
 # Where the data lies; what it is enters the key by content.
 LOCATIONS = ("files", "dataset_dir", "names", "eval_files")
 # Bytes written per byte of data: 9 per token (the store, and what is spilled on the way), over 3 bytes of text a token.

@@ -28,7 +28,7 @@ from mca_lib.data.encoding import EncodingLimits, TextEncoder, encode_samples
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.preview import render_preview
 from mca_lib.data.rows import MAX_NAMED_ROWS, Summary, read_samples, validate_sources
-from mca_lib.data.spec import DatasetSpec
+from mca_lib.data.spec import TOKENIZING_LIBRARIES, DatasetSpec
 from mca_lib.data.spill import Spill
 from mca_lib.data.split import hold_out, permutation
 from mca_lib.data.statistics import dataset_digest, split_digest, split_statistics
@@ -36,7 +36,6 @@ from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import DataError, ModelError
 
 FORMAT = 1
-TOKENIZING_LIBRARIES = ("transformers", "tokenizers", "llamafactory")
 EQUAL_TO_HELD_OUT = "equal to a row of the eval files"
 
 type Progress = Callable[..., None]

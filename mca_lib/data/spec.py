@@ -8,6 +8,8 @@ from mca_lib.data.suggest import suggestion
 from mca_lib.errors import ConfigError
 
 OBJECTIVES = ("pt", "sft", "dpo")
+TOKENIZING_LIBRARIES = ("transformers", "tokenizers", "llamafactory")
+"""Their releases decide the tokens, so they are in the key of the stage and in meta.json."""
 
 
 @dataclass(frozen=True)

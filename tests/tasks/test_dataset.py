@@ -1,5 +1,6 @@
 """The key of the dataset stage holds what decides the tokens, and the stage publishes what the job makes."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 import tasks.dataset
+from mca_lib.data.spec import DatasetSpec
 from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import ConfigError, DataError, ModelError
 from mca_lib.tiny_models import make_tokenizer
@@ -106,6 +108,13 @@ def test_a_bad_row_is_named_by_the_stages_error_and_nothing_is_published(store, 
     with pytest.raises(DataError, match=rf"{data}:1 \(row 41\): missing column 'output'"):
         ensure(store, stage(model, data))
     assert not store.ls("dataset")
+
+
+def test_the_job_knows_every_field_of_the_section_with_the_same_default():
+    known = {field.name for field in dataclasses.fields(DatasetSpec)}
+    for name, default in DatasetConfig().model_dump(mode="json").items():
+        assert getattr(DatasetSpec(), name) == default
+    assert known - set(DatasetConfig.model_fields) == {"objective", "tokenizer_dir", "vocab_size", "output"}
 
 
 def test_touching_or_moving_a_file_changes_nothing(identity, data, tmp_path):
