@@ -187,7 +187,7 @@ class PretrainedModel(MegatronModule):
     def from_config(
         cls, mca_config: McaModelConfig, args: object | None = None, *, use_cpu_initialization: bool | None = None
     ) -> VirtualModels:
-        """A model with random weights, the same at every layout when made on the CPU."""
+        """A model with random weights, which depend on the layout: each rank draws its own shares."""
         _require_model_parallel()
         models = VirtualModels(
             cls, mca_config, transformer_config(mca_config, args, use_cpu_initialization=use_cpu_initialization)

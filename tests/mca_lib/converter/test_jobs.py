@@ -1,0 +1,60 @@
+"""The convert job proves its result: logits of the written checkpoint against transformers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mca_lib.converter import export_ranks
+from tests.ranks import RankError
+
+
+@pytest.fixture
+def source(ranks: Any, tmp_path: Path) -> Path:
+    ranks(1, export_ranks.make_source, tmp_path / "hf", "llama", "float32")
+    return tmp_path / "hf"
+
+
+def test_result_holds_digest_and_logits(ranks: Any, source: Path, tmp_path: Path) -> None:
+    (result,) = ranks(1, export_ranks.convert, source, tmp_path / "mca")
+    assert result["logits"]["max_difference"] <= 1e-4
+    assert abs(result["logits"]["kl_divergence"]) < 1e-6
+    assert result["logits"]["top1_agreement"] == 1.0
+    assert result["logits"]["tokens"] > 100
+    assert result["logits"]["max_logit"] > 1
+    assert result["dtype"] == "float32"
+    assert set(result["parts"]) == {"weights", "config", "tokenizer", "generation"}
+    assert len(result["digest"]) == 64
+
+
+def test_wrong_weight_table_fails(ranks: Any, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"ModelError: .*logits differ from transformers by up to"):
+        ranks(1, export_ranks.convert_with_swapped_gate, source, tmp_path / "mca")
+
+
+def test_nan_fails(ranks: Any, source: Path, tmp_path: Path) -> None:
+    ranks(1, export_ranks.poison, source)
+    with pytest.raises(RankError, match="NaN"):
+        ranks(1, export_ranks.convert, source, tmp_path / "mca")
+
+
+def test_limit_is_kept(ranks: Any, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"more than checkpoint\.max_logits_difference=1e-12"):
+        ranks(1, export_ranks.convert, source, tmp_path / "mca", 1e-12)
+
+
+def test_mca_checkpoint_is_not_converted_again(ranks: Any, source: Path, tmp_path: Path) -> None:
+    ranks(1, export_ranks.convert, source, tmp_path / "mca")
+    with pytest.raises(RankError, match="already an MCA checkpoint"):
+        ranks(1, export_ranks.convert, tmp_path / "mca", tmp_path / "twice")
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_stored_head_of_a_tied_model_must_be_the_embedding(ranks: Any, tmp_path: Path, same: bool) -> None:
+    ranks(1, export_ranks.make_source, tmp_path / "hf", "llama-tied")
+    ranks(1, export_ranks.add_redundant_head, tmp_path / "hf", same)
+    if same:
+        ranks(1, export_ranks.convert, tmp_path / "hf", tmp_path / "mca")
+    else:
+        with pytest.raises(RankError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+            ranks(1, export_ranks.convert, tmp_path / "hf", tmp_path / "mca")

@@ -1,0 +1,190 @@
+"""What the ranks of the model factory's tests run."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.mca_lib.models.layouts import layout_args
+from tests.mca_lib.tiny_models import token_ids
+
+
+def start(**layout: Any) -> Any:
+    from mca_lib.parallel import initialize_model_parallel
+
+    args = layout_args(**layout)
+    initialize_model_parallel(args)
+    return args
+
+
+def save_at(layout: dict[str, Any], source: Path, target: Path) -> None:
+    """Load a Hugging Face directory at a layout and save it as an MCA checkpoint."""
+    from mca_lib.models import AutoModel
+
+    args = start(**layout)
+    AutoModel.from_pretrained(source, args).save_pretrained(target)
+
+
+def export_at(layout: dict[str, Any], source: Path, target: Path, **options: Any) -> None:
+    from mca_lib.models import AutoModel
+
+    args = start(**layout)
+    AutoModel.from_pretrained(source, args).save_pretrained_as_hf(target, **options)
+
+
+def parameters_at(layout: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Names → tensors of this rank."""
+    from mca_lib.models import AutoModel
+
+    models = AutoModel.from_pretrained(directory, start(**layout))
+    return {n: p.detach().clone() for n, p in models.named_parameters()}
+
+
+def same_from_both_formats(layout: dict[str, Any], hf: Path, mca: Path) -> tuple[bool, int]:
+    """(Are all parameters of this rank the same bytes, loaded from either directory; how many)."""
+    import torch
+
+    from mca_lib.models import AutoModel
+
+    args = start(**layout)
+    a, b = (dict(AutoModel.from_pretrained(d, args).named_parameters()) for d in (hf, mca))
+    same = all(torch.equal(a[n], b[n]) and a[n].dtype == b[n].dtype for n in a)
+    return same and a.keys() == b.keys(), len(a)
+
+
+def dtypes_at(directory: Path, bf16: bool) -> set[str]:
+    return {str(p.dtype) for p in parameters_at({"bf16": bf16}, directory).values()}
+
+
+def random_checkpoint(layout: dict[str, Any], hf: Path, target: Path) -> None:
+    """A model with random weights, saved."""
+    from mca_lib.models import AutoConfig, AutoModel
+
+    args = start(**layout)
+    AutoModel.from_config(AutoConfig.from_pretrained(hf), args).save_pretrained(target)
+
+
+def state_dict_round_trip(layout: dict[str, Any], directory: Path) -> tuple[list[str], bool]:
+    """(Keys of the state dict, does it restore the weights)."""
+    import torch
+
+    from mca_lib.models import AutoModel
+
+    models = AutoModel.from_pretrained(directory, start(**layout))
+    state = {k: {n: t.clone() for n, t in v.items() if t is not None} for k, v in models.state_dict().items()}
+    before = [p.detach().clone() for p in models.parameters()]
+    for parameter in models.parameters():
+        parameter.data.zero_()
+    models.load_state_dict(state)
+    restored = all(torch.equal(a, b) for a, b in zip(before, models.parameters(), strict=True))
+    sharded = models.sharded_state_dict()
+    return sorted(state), restored and sorted(sharded) == sorted(state)
+
+
+def documents_are_independent(directory: Path) -> tuple[bool, bool]:
+    """(Is document B bitwise the same whatever A holds, and wherever it lies in the row; does A itself change?)"""
+    import torch
+
+    from mca_lib.models import AutoModel
+    from tests.mca_lib.models.parity_ranks import packed_params
+
+    model = AutoModel.from_pretrained(directory, start()).eval()[0]
+    a, other, b = token_ids(1, 12, seed=1), token_ids(1, 12, seed=2), token_ids(1, 9, seed=3)
+
+    def logits(*documents: Any) -> list[Any]:
+        lengths = tuple(d.shape[1] for d in documents)
+        ids = torch.cat(documents, dim=1)
+        with torch.no_grad():
+            out = model(ids, torch.arange(ids.shape[1])[None], packed_seq_params=packed_params(lengths))
+        return list(out.split(lengths, dim=1))
+
+    first, second, turned = logits(a, b), logits(other, b), logits(b, a)
+    same = torch.equal(first[1], second[1]) and torch.equal(first[1], turned[0])
+    return same, torch.equal(first[0], second[0])
+
+
+def trailing_padding_changes_nothing(directory: Path) -> float:
+    """Largest |Δ| of a document's logits when the row goes on beyond `cu_seqlens`."""
+    import torch
+
+    from mca_lib.models import AutoModel
+    from tests.mca_lib.models.parity_ranks import packed_params
+
+    model = AutoModel.from_pretrained(directory, start()).eval()[0]
+    ids = token_ids(1, 20)
+    with torch.no_grad():
+        out = model(ids, torch.arange(20)[None], packed_seq_params=packed_params((7, 8)))
+        alone = model(ids[:, 7:15], torch.arange(8)[None])
+    return (out[:, 7:15] - alone).abs().max().item()
+
+
+def dropout_masks_differ_between_ranks(directory: Path) -> tuple[bool, bool]:
+    """(Is a forward pass in training mode random; is it still the same on all ranks of the tensor group)."""
+    import torch
+    import torch.distributed as dist
+
+    from mca_lib.models import AutoModel
+
+    model = AutoModel.from_pretrained(directory, start(tensor=2))[0].train()
+    ids = token_ids(1, 16)
+    with torch.no_grad():
+        one, two = (model(ids, torch.arange(16)[None], labels=ids) for _ in range(2))
+    both = [torch.empty_like(one) for _ in range(2)]
+    dist.all_gather(both, one)
+    return not torch.equal(one, two), torch.equal(*both)
+
+
+def recompute_changes_nothing(directory: Path, granularity: str) -> float:
+    """Largest |Δ| of gradients between no recomputation and `granularity`."""
+    from mca_lib.models import AutoModel
+
+    args, gradients = start(), []
+    import torch
+
+    for value in ("none", granularity):
+        args.recompute_granularity = value
+        model = AutoModel.from_pretrained(directory, args).train()[0]
+        ids = token_ids(2, 16)
+        model(ids, torch.arange(16).expand(2, 16), labels=ids).sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
+
+
+def cp_slices(layout: dict[str, Any], directory: Path, lengths: tuple[int, ...] | None, tokens: int) -> Any:
+    """Token positions that this rank gets, and a value that passes through."""
+    import torch
+
+    from mca_lib.models import AutoModel
+    from tests.mca_lib.models.parity_ranks import packed_params
+
+    models = AutoModel.from_pretrained(directory, start(**layout))
+    batch = {"input_ids": torch.arange(tokens)[None], "note": "kept", "attention_mask": None}
+    cut = models.get_batch_on_this_cp_rank(batch, packed_params(lengths) if lengths else None)
+    return cut["input_ids"][0].tolist(), cut["note"]
+
+
+def load_without_process_groups(directory: Path) -> None:
+    from mca_lib.models import AutoModel
+
+    AutoModel.from_pretrained(directory)
+
+
+def load_with_large_tokenizer(directory: Path) -> None:
+    from mca_lib.models import AutoModel
+
+    class Tokenizer:
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 0, "b": 99}
+
+    AutoModel.from_pretrained(directory, start(), tokenizer=Tokenizer())
+
+
+def train_a_little(directory: Path, target: Path) -> None:
+    """Change every weight, then save: what an export has to carry."""
+    import torch
+
+    from mca_lib.models import AutoModel
+
+    models = AutoModel.from_pretrained(directory, start())
+    with torch.no_grad():
+        for parameter in models.parameters():
+            parameter.mul_(1.5)
+    models.save_pretrained(target)

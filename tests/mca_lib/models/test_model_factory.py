@@ -1,0 +1,146 @@
+"""Making, loading and saving models: the same weights from either format, at any layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mca_lib.errors import CheckpointError
+from tests.mca_lib.models import factory_ranks
+from tests.mca_lib.tiny_models import save_hf
+from tests.ranks import RankError
+
+
+@pytest.fixture(scope="module")
+def hf(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories `untied` (biases, qk-norm), `tied`, `dropout`."""
+    directory = tmp_path_factory.mktemp("hf")
+    ranks(1, save_hf, directory / "untied", "qwen3")
+    ranks(1, save_hf, directory / "tied", "qwen2-tied", "bfloat16")
+    ranks(1, save_dropout, directory / "dropout")
+    return directory
+
+
+def save_dropout(directory: Path) -> None:
+    save_hf(directory, "llama", attention_dropout=0.5)
+
+
+@pytest.fixture(scope="module")
+def mca(ranks: Any, hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same as MCA checkpoints, each written at another layout."""
+    directory = tmp_path_factory.mktemp("mca")
+    ranks(2, factory_ranks.save_at, {"tensor": 2}, hf / "untied", directory / "untied")
+    ranks(4, factory_ranks.save_at, {"tensor": 2, "pipeline": 2}, hf / "tied", directory / "tied")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, {}),
+        (2, {}),  # two replicas
+        (2, {"tensor": 2}),
+        (4, {"tensor": 4}),  # ranks share key/value heads, and one rank's vocabulary is mostly padding
+        (2, {"pipeline": 2, "virtual_pipeline": 2}),
+        (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),
+    ],
+)
+@pytest.mark.parametrize("model", ["untied", "tied"])
+def test_either_format_gives_the_same_bytes_at_every_layout(
+    ranks: Any, hf: Path, mca: Path, model: str, world_size: int, layout: dict[str, Any]
+) -> None:
+    reports = ranks(world_size, factory_ranks.same_from_both_formats, layout, hf / model, mca / model)
+    assert all(same for same, _ in reports)
+    assert all(count > 5 for _, count in reports)
+
+
+@pytest.mark.parametrize("fmt", ["hf", "mca"])
+def test_dtype_is_what_the_arguments_ask_for(ranks: Any, hf: Path, mca: Path, fmt: str) -> None:
+    directory = {"hf": hf, "mca": mca}[fmt]
+    assert ranks(1, factory_ranks.dtypes_at, directory / "tied", False) == [{"torch.float32"}]  # stored in bf16
+    assert ranks(1, factory_ranks.dtypes_at, directory / "untied", True) == [{"torch.bfloat16"}]  # stored in fp32
+
+
+def test_widening_is_exact(ranks: Any, hf: Path) -> None:
+    """bf16 weights in an fp32 model have the values of the file."""
+    import torch
+    from safetensors.torch import load_file
+
+    (parameters,) = ranks(1, factory_ranks.parameters_at, {}, hf / "tied")
+    stored = load_file(hf / "tied" / "model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(parameters["embedding.word_embeddings.weight"], stored.float())
+
+
+def test_padding_of_the_vocabulary_is_zero(ranks: Any, hf: Path, mca: Path) -> None:
+    for directory in (hf / "untied", mca / "untied"):
+        parameters = ranks(2, factory_ranks.parameters_at, {"tensor": 2}, directory)
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            assert parameters[1][name].shape[0] == 50  # 99 tokens on two ranks
+            assert not parameters[1][name][-1].any()
+            assert parameters[1][name][-2].any()
+
+
+def test_model_with_random_weights_is_saved_without_padding(ranks: Any, hf: Path, tmp_path: Path) -> None:
+    ranks(2, factory_ranks.random_checkpoint, {"tensor": 2}, hf / "untied", tmp_path / "mca")
+    (parameters,) = ranks(1, factory_ranks.parameters_at, {}, tmp_path / "mca")
+    assert parameters["output_layer.weight"].shape[0] == 99
+    assert 0.15 < parameters["output_layer.weight"].std() < 0.25  # initializer_range is 0.2
+
+
+@pytest.mark.parametrize(
+    ("layout", "keys"),
+    [({"pipeline": 2}, ["model"]), ({"pipeline": 2, "virtual_pipeline": 2}, ["model0", "model1"])],
+)
+def test_state_dict_restores_the_weights(ranks: Any, hf: Path, layout: dict[str, Any], keys: list[str]) -> None:
+    assert ranks(2, factory_ranks.state_dict_round_trip, layout, hf / "tied") == [(keys, True)] * 2
+
+
+def test_packed_documents_never_see_each_other(ranks: Any, hf: Path) -> None:
+    ((b_is_the_same, a_is_the_same),) = ranks(1, factory_ranks.documents_are_independent, hf / "untied")
+    assert b_is_the_same
+    assert not a_is_the_same
+
+
+def test_row_may_go_on_beyond_its_documents(ranks: Any, hf: Path) -> None:
+    (difference,) = ranks(1, factory_ranks.trailing_padding_changes_nothing, hf / "untied")
+    assert difference < 1e-5
+
+
+def test_dropout_is_random_and_consistent(ranks: Any, hf: Path) -> None:
+    assert ranks(2, factory_ranks.dropout_masks_differ_between_ranks, hf / "dropout") == [(True, True)] * 2
+
+
+@pytest.mark.parametrize("granularity", ["selective", "full"])
+def test_recomputation_changes_nothing(ranks: Any, hf: Path, granularity: str) -> None:
+    assert ranks(1, factory_ranks.recompute_changes_nothing, hf / "untied", granularity) == [0.0]
+
+
+def test_context_parallel_ranks_share_a_row_in_zigzag(ranks: Any, hf: Path) -> None:
+    cut = ranks(2, factory_ranks.cp_slices, {"context": 2}, hf / "tied", None, 8)
+    assert cut == [([0, 1, 6, 7], "kept"), ([2, 3, 4, 5], "kept")]
+
+
+def test_context_parallel_ranks_share_each_document(ranks: Any, hf: Path) -> None:
+    cut = ranks(2, factory_ranks.cp_slices, {"context": 2}, hf / "tied", (4, 8), 16)  # and 4 of padding
+    assert cut[0][0] == [0, 3, 4, 5, 10, 11, 12, 15]
+    assert cut[1][0] == [1, 2, 6, 7, 8, 9, 13, 14]
+
+
+def test_document_that_does_not_divide_over_context_ranks_is_refused(ranks: Any, hf: Path) -> None:
+    with pytest.raises(RankError, match="DataError: a sequence of 6 tokens does not divide by 2 x context"):
+        ranks(2, factory_ranks.cp_slices, {"context": 2}, hf / "tied", (6, 8), 14)
+
+
+def test_model_needs_process_groups(ranks: Any, hf: Path) -> None:
+    with pytest.raises(RankError, match="initialize_model_parallel"):
+        ranks(1, factory_ranks.load_without_process_groups, hf / "tied")
+
+
+def test_tokenizer_beyond_the_vocabulary_is_refused(ranks: Any, hf: Path) -> None:
+    with pytest.raises(RankError, match="ModelError: the tokenizer has ids up to 99"):
+        ranks(1, factory_ranks.load_with_large_tokenizer, hf / "tied")
+
+
+def test_checkpoint_is_not_written_over_another(ranks: Any, hf: Path, mca: Path) -> None:
+    with pytest.raises(RankError, match=f"{CheckpointError.__name__}: .* not empty"):
+        ranks(1, factory_ranks.save_at, {}, hf / "untied", mca / "untied")
