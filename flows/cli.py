@@ -27,7 +27,7 @@ Overrides = Annotated[
 StorePath = Annotated[
     Path | None, typer.Option("--store", help="Folder of the artifact store; default: .mcaflow/store.")
 ]
-Reference = Annotated[str, typer.Argument(help="An artifact: STAGE/KEY, or the first characters of a key.")]
+Reference = Annotated[str, typer.Argument(help="STAGE/KEY or the first characters of a key; STAGE alone: its newest.")]
 
 
 @app.command()

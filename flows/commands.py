@@ -96,7 +96,7 @@ def list_artifacts(store: Path, stage: str | None) -> None:
 
 def show_artifact(store: Path, reference: str) -> None:
     """``mcaflow show``."""
-    artifact = ArtifactStore(store, create=False).find(reference)
+    artifact = _find(ArtifactStore(store, create=False), reference)
     record = artifact.record
     console = Console()
     console.print(f"[bold]{artifact.stage}/{artifact.key}[/]", highlight=False)
@@ -118,7 +118,7 @@ def show_artifact(store: Path, reference: str) -> None:
 def show_lineage(store: Path, reference: str) -> None:
     """``mcaflow lineage``."""
     opened = ArtifactStore(store, create=False)
-    Console().print(_branch(opened.lineage(opened.find(reference))), highlight=False)
+    Console().print(_branch(opened.lineage(_find(opened, reference))), highlight=False)
 
 
 def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
@@ -129,9 +129,9 @@ def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
     if reference is None:
         checked = list(opened.verify(full=full))
     else:
-        stage, key = opened.find(reference).stage, opened.find(reference).key
-        found = opened.inspect(stage, key, full=full)
-        checked = [(stage, key, found if isinstance(found, Damage) else None)]
+        artifact = _find(opened, reference)
+        found = opened.inspect(artifact.stage, artifact.key, full=full)
+        checked = [(artifact.stage, artifact.key, found if isinstance(found, Damage) else None)]
     damaged = [damage for _, _, damage in checked if damage]
     for damage in damaged:
         print(damage)
@@ -139,6 +139,12 @@ def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
     if damaged:
         print("the next run that needs them moves them to quarantine and computes them again")
         sys.exit(1)
+
+
+def _find(store: ArtifactStore, reference: str) -> Artifact:
+    """The artifact of ``STAGE/KEY`` or the first characters of a key; of ``STAGE`` alone, the newest."""
+    of_stage = store.ls(reference) if reference.isalpha() else []
+    return of_stage[-1] if of_stage else store.find(reference)
 
 
 def human_size(size: int) -> str:

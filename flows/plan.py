@@ -5,7 +5,7 @@ against the nearest record. A stage behind a miss has no key yet: if the stage b
 it is a hit after all.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from flows.graph import PIPELINE, StageName
@@ -46,8 +46,31 @@ def make_plan(config: PipelineConfig, store: ArtifactStore) -> list[PlanRow]:
             found[node.name] = answer.artifact
             rows.append(PlanRow(node.name, "hit", answer.artifact.key, libraries=_drift(answer.artifact)))
         else:
-            rows.append(PlanRow(node.name, "miss", answer.reason, tuple(answer.changed)))
+            changed = tuple(_by_recipe_name(node.name, change) for change in answer.changed)
+            reason = f"{', '.join(change.field for change in changed)} changed" if changed else answer.reason
+            rows.append(PlanRow(node.name, "miss", reason, changed))
     return rows
+
+
+# Where the identity fields of a stage stand in the recipe.
+_SECTION: dict[StageName, str] = {
+    "download": "model",
+    "dataset": "dataset",
+    "convert": "checkpoint",
+    "train": "training",
+    "export": "export",
+    "evaluate": "eval",
+}
+
+
+def _by_recipe_name(stage: StageName, change: FieldChange) -> FieldChange:
+    """The change under the name that the recipe has for the field, where it is a field of the recipe."""
+    section = _SECTION[stage]
+    field = change.field.removeprefix("identity.")
+    known = PipelineConfig.model_fields[section].annotation.model_fields
+    if change.field.startswith("identity.") and field.partition(".")[0].partition("[")[0] in known:
+        return replace(change, field=f"{section}.{field}")
+    return change
 
 
 def _drift(artifact: Artifact) -> tuple[str, ...]:

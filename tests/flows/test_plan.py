@@ -35,7 +35,7 @@ def test_everything_is_a_hit_after_a_run(run: Run):
 def test_a_changed_learning_rate_is_named_and_touches_training_alone(run: Run):
     rows = plan(run.with_fields(training={"learning_rate": 2e-3}))
     (change,) = rows["train"].changed
-    assert (change.field, change.old, change.new) == ("identity.learning_rate", 1e-3, 2e-3)
+    assert (change.field, change.old, change.new) == ("training.learning_rate", 1e-3, 2e-3)
     assert {name: row.verdict for name, row in rows.items()} == {
         "download": "hit", "dataset": "hit", "convert": "hit", "train": "miss", "export": "waits", "evaluate": "waits",
     }  # fmt: skip
