@@ -1,6 +1,6 @@
 """Train on Megatron-Core, one process per rank:
 
-    python -m torch.distributed.run --nproc-per-node N -m mca_lib.run_train ARGS.json
+    python -m torch.distributed.run --standalone --nproc-per-node N -m mca_lib.run_train ARGS.json
     python -m mca_lib.run_train --model_name_or_path DIR --token_store STORE --output_dir OUT
 
 Arguments are those of `mca_lib.trainers` (a JSON or YAML file, or flags). The trained MCA checkpoint is written to
@@ -11,11 +11,13 @@ with a checkpoint written, 1 otherwise.
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mca_lib.errors import ConfigError, DataError, ModelError
+from mca_lib.progress import ProgressHandler
 from mca_lib.rank_process import as_user_error, die_with_launcher, report_failure
 from mca_lib.trainers.arguments import (
     DataArguments,
@@ -25,7 +27,9 @@ from mca_lib.trainers.arguments import (
     UseMcaArguments,
 )
 from mca_lib.trainers.dpo_trainer import refuse_dpo
-from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
+
+if TYPE_CHECKING:
+    from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
 
 type Arguments = tuple[
     Seq2SeqTrainingArguments,
@@ -68,6 +72,8 @@ def get_args(argv: Sequence[str] | None = None) -> Arguments:
         ConfigError: a name is unknown, or a value is impossible.
     """
     from transformers import HfArgumentParser
+
+    from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
 
     argv = sys.argv[1:] if argv is None else list(argv)
     groups = [
@@ -115,20 +121,22 @@ def setup_lora_training(model: Any, finetuning_args: FinetuningArguments) -> NoR
     )
 
 
-def pt_mca_train(training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, data_args: DataArguments) -> None:
+def pt_mca_train(
+    training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments, data_args: DataArguments
+) -> None:
     """Pretraining: every token of a document but its first carries loss, as the token store says."""
     _train(training_args, model_args, data_args)
 
 
 def sft_mca_train(
-    training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, data_args: DataArguments
+    training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments, data_args: DataArguments
 ) -> None:
     """Supervised fine-tuning: the loss mask of the token store picks the answers."""
     _train(training_args, model_args, data_args)
 
 
 def dpo_mca_train(
-    training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, data_args: DataArguments
+    training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments, data_args: DataArguments
 ) -> NoReturn:
     """Refuses: preference optimization is not part of this release."""
     refuse_dpo()
@@ -138,7 +146,7 @@ STAGES = {"pt": pt_mca_train, "sft": sft_mca_train, "dpo": dpo_mca_train}
 
 
 def mca_train(
-    training_args: Seq2SeqTrainingArguments,
+    training_args: "Seq2SeqTrainingArguments",
     model_args: ModelArguments,
     data_args: DataArguments,
     finetuning_args: FinetuningArguments,
@@ -152,6 +160,7 @@ def mca_train(
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of every rank. Raises what went wrong, after leaving word for the launcher."""
     die_with_launcher()
+    _set_up_logging()
     try:
         training_args, model_args, data_args, finetuning_args, _, use_mca_args = get_args(argv)
         if not use_mca_args.use_mca:
@@ -162,7 +171,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
 
 
-def _train(training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, data_args: DataArguments) -> None:
+def _train(training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments, data_args: DataArguments) -> None:
     from mca_lib.data.token_store import TokenStore
     from mca_lib.parallel import destroy_model_parallel, initialize_model_parallel
 
@@ -174,7 +183,6 @@ def _train(training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, 
     training_args.batch_shape(training_args.world_size)
     train_rows = TokenStore.open(splits["train"])
     eval_rows = TokenStore.open(splits["eval"]) if splits["eval"].is_dir() and training_args.do_eval else None
-    _log_to_parent()
     directory = download_model(model_args.model_name_or_path, model_args.cache_dir)
     initialize_model_parallel(training_args, training_args.seed)
 
@@ -186,11 +194,14 @@ def _train(training_args: Seq2SeqTrainingArguments, model_args: ModelArguments, 
     destroy_model_parallel()
 
 
-def _log_to_parent() -> None:
-    from mca_lib.trainers.progress import ProgressHandler
-
+def _set_up_logging() -> None:
+    """Warnings of all, and on rank 0 what this package says, to stderr and to the parent."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # Megatron warns of absent GPU libraries and of its own deprecations, on every rank.
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     if os.environ.get("RANK", "0") == "0":
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+        logging.getLogger("mca_lib").setLevel(logging.INFO)
         logging.getLogger("mca_lib").addHandler(ProgressHandler())
 
 

@@ -3,8 +3,8 @@
 identity    the training section; LoRA's or DPO's section where it is used
 inputs      the converted checkpoint; the train split of the data set
 execution   the parallel layout, the launcher, micro batch, checkpoint and log cadence
-body        `torch.distributed.run -m mca_lib.run_train`, resuming from the checkpoints in the work folder; then the
-            job `digest` over the trained checkpoint
+body        torchrun of `mca_lib.run_train`, resuming from the checkpoints in the work folder; then the job `digest`
+            over the trained checkpoint
 """
 
 import json
@@ -164,10 +164,10 @@ class TrainStage(Stage):
         shutil.rmtree(failures, ignore_errors=True)
         failures.mkdir()
         command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1"),
+            *(sys.executable, "-m", "mca_lib.launch", "--nnodes=1"),
             f"--nproc-per-node={self.launcher.nproc_per_node}",
             f"--max-restarts={self.launcher.max_restarts}",
-            # A free port; the ranks are told this address and no other.
+            # A free port. mca_lib.launch is torchrun, listening on this machine only.
             *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
             *("-m", "mca_lib.run_train", str(arguments)),
         ]

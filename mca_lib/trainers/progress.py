@@ -5,7 +5,6 @@
 """
 
 import json
-import logging
 import math
 import os
 import time
@@ -87,17 +86,6 @@ class TrainingLog:
         if self._progress:
             with open(self._progress, "a") as file:
                 file.write(json.dumps({"done": line["step"], **line}) + "\n")
-
-
-class ProgressHandler(logging.Handler):
-    """Sends log records on to the parent process as `{"info": ...}` and `{"warning": ...}` lines."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        target = os.environ.get("MCAFLOW_PROGRESS")
-        if target:
-            kind = "warning" if record.levelno >= logging.WARNING else "info"
-            with open(target, "a") as file:
-                file.write(json.dumps({kind: record.getMessage()}) + "\n")
 
 
 def read_log(output_dir: Path) -> list[dict[str, Any]]:
