@@ -81,10 +81,10 @@ def convert_with_swapped_gate(source: Path, target: Path) -> dict[str, Any]:
 
 
 def logits_of(directory: Path) -> Any:
-    """transformers' logits of an exported directory, in its own dtype."""
+    """transformers' logits of an exported directory, computed in its own dtype."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, attn_implementation="eager").eval()
     with torch.no_grad():
-        return model(token_ids()).logits
+        return model(token_ids()).logits.float().numpy()

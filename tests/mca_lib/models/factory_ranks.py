@@ -31,11 +31,11 @@ def export_at(layout: dict[str, Any], source: Path, target: Path, **options: Any
 
 
 def parameters_at(layout: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Names → tensors of this rank."""
+    """Names → values of this rank, fp32 arrays (a tensor that Megatron pickles needs Megatron to be unpickled)."""
     from mca_lib.models import AutoModel
 
     models = AutoModel.from_pretrained(directory, start(**layout))
-    return {n: p.detach().clone() for n, p in models.named_parameters()}
+    return {n: p.detach().float().numpy() for n, p in models.named_parameters()}
 
 
 def same_from_both_formats(layout: dict[str, Any], hf: Path, mca: Path) -> tuple[bool, int]:
@@ -51,7 +51,9 @@ def same_from_both_formats(layout: dict[str, Any], hf: Path, mca: Path) -> tuple
 
 
 def dtypes_at(directory: Path, bf16: bool) -> set[str]:
-    return {str(p.dtype) for p in parameters_at({"bf16": bf16}, directory).values()}
+    from mca_lib.models import AutoModel
+
+    return {str(p.dtype) for p in AutoModel.from_pretrained(directory, start(bf16=bf16)).parameters()}
 
 
 def random_checkpoint(layout: dict[str, Any], hf: Path, target: Path) -> None:

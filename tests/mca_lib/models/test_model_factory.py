@@ -63,12 +63,11 @@ def test_dtype_is_what_the_arguments_ask_for(ranks: Any, hf: Path, mca: Path, fm
 
 def test_widening_is_exact(ranks: Any, hf: Path) -> None:
     """bf16 weights in an fp32 model have the values of the file."""
-    import torch
     from safetensors.torch import load_file
 
     (parameters,) = ranks(1, factory_ranks.parameters_at, {}, hf / "tied")
     stored = load_file(hf / "tied" / "model.safetensors")["model.embed_tokens.weight"]
-    assert torch.equal(parameters["embedding.word_embeddings.weight"], stored.float())
+    assert (parameters["embedding.word_embeddings.weight"] == stored.float().numpy()).all()
 
 
 def test_padding_of_the_vocabulary_is_zero(ranks: Any, hf: Path, mca: Path) -> None:
