@@ -154,7 +154,8 @@ class TrainStage(Stage):
             shutil.move(path, ctx.staging / path.name)
         # Without its folder a further attempt resumes from the last checkpoint, and comes to the same bits.
         final.rmdir()
-        digest = ctx.run_job("digest", {"checkpoint": str(ctx.staging)})
+        # Its progress would stand where the training's does.
+        digest = ctx.run_job("digest", {"checkpoint": str(ctx.staging)}, on_progress=None)
         return Produced(digest=digest["digest"], parts=digest["parts"], stats=stats)
 
     def _launch(self, ctx: StageContext, final: Path) -> None:
