@@ -129,6 +129,8 @@ def _preload() -> None:
     from transformers import AutoModelForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, TrainingArguments  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
+    import mca_lib.launch  # noqa: F401
+
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # keeps the ranks from copying pages only to collect them
