@@ -7,7 +7,6 @@ thread, which is the one that gets the signals.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from prefect import flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -106,8 +105,8 @@ def describe(outcome: Outcome) -> str:
     return f"computed  {artifact.key[:12]}  in {outcome.seconds:.1f} s"
 
 
-def _task(name: str, **options: Any):
-    return task(name=name, cache_policy=NO_CACHE, persist_result=False, **options)
+def _task(name: StageName):
+    return task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)
 
 
 @_task("download")
