@@ -46,16 +46,22 @@ class ModelConverter:
         """Raises ModelError listing the names that do not fit; reads no weights."""
         return make_plan(self.config, source)
 
-    def check_targets(self, models: Iterable["McaGPTModel"], plan: Plan) -> None:
-        """Raises ModelError when a parameter of the model has no entry in the plan, or another shape than it."""
+    def check_targets(self, models: list["McaGPTModel"], plan: Plan) -> None:
+        """Raises ModelError when the parameters of the model and the targets of the plan are not the same.
+
+        A rank of a pipeline knows its own parameters only, so that a target without one shows without a pipeline:
+        in the `convert` job, through which every model goes.
+        """
         targets = plan.by_target()
-        for model in models:
-            for name, parameter in checkpoint_parameters(model):
-                if name not in targets:
-                    raise ModelError(f"the weight table of {self.config.model_type} has no row for {name}")
-                expected = targets[name].mapping.local_shape(self.config, self.tensor_rank, self.tensor_size)
-                if tuple(parameter.shape) != expected:
-                    raise ModelError(f"{name}: the model has shape {list(parameter.shape)}, the table {list(expected)}")
+        held = {name: tuple(p.shape) for model in models for name, p in checkpoint_parameters(model)}
+        for name, shape in held.items():
+            if name not in targets:
+                raise ModelError(f"the weight table of {self.config.model_type} has no row for {name}")
+            expected = targets[name].mapping.local_shape(self.config, self.tensor_rank, self.tensor_size)
+            if shape != expected:
+                raise ModelError(f"{name}: the model has shape {list(shape)}, the table {list(expected)}")
+        if models[0].config.pipeline_model_parallel_size == 1 and (absent := sorted(targets.keys() - held.keys())):
+            raise ModelError(f"the weight table of {self.config.model_type} has {absent[0]}, the model does not")
 
     @torch.no_grad()
     def load(

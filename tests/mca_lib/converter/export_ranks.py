@@ -68,16 +68,51 @@ def convert(source: Path, target: Path, limit: float = 1e-3) -> dict[str, Any]:
 
 
 def convert_with_swapped_gate(source: Path, target: Path) -> dict[str, Any]:
-    """With a weight table that is wrong and fits: gate and up are the same shape."""
+    """With a weight table that is wrong and fits: gate and up have the same shape."""
+    from mca_lib.converter.mappings import GatedMLP
+    from mca_lib.models.registry import FAMILIES
+
+    rows = FAMILIES["llama"].weights
+    _set_weights(tuple(GatedMLP(m.mca, m.hf[::-1]) if isinstance(m, GatedMLP) else m for m in rows))
+    return convert(source, target)
+
+
+def convert_without_final_norm(source: Path, target: Path) -> dict[str, Any]:
+    """With a weight table that takes the final norm for something that the model does not have."""
+    from mca_lib.converter.mappings import Replicated
+    from mca_lib.models.registry import FAMILIES
+
+    rows = tuple(m for m in FAMILIES["llama"].weights if m.hf != ("model.norm.weight",))
+    _set_weights((*rows, Replicated("decoder.extra.weight", "model.norm.weight", "hidden_size")))
+    return convert(source, target)
+
+
+def convert_with_a_row_too_many(source: Path, target: Path) -> dict[str, Any]:
+    """With a table that has a row for which the model has no parameter."""
+    from mca_lib.converter.mappings import Replicated
+    from mca_lib.models.registry import FAMILIES
+
+    extra = Replicated("decoder.extra.weight", "model.extra.weight", "hidden_size")
+    _set_weights((*FAMILIES["llama"].weights, extra))
+    return convert(source, target)
+
+
+def _set_weights(rows: tuple[Any, ...]) -> None:
+    """In this forked process only."""
     import dataclasses
 
-    from mca_lib.converter.mappings import GatedMLP
-    from mca_lib.models import registry
+    from mca_lib.models.registry import FAMILIES
 
-    family = registry.FAMILIES["llama"]
-    rows = tuple(GatedMLP(m.mca, tuple(reversed(m.hf))) if isinstance(m, GatedMLP) else m for m in family.weights)
-    registry.FAMILIES["llama"] = dataclasses.replace(family, weights=rows)
-    return convert(source, target)
+    FAMILIES["llama"] = dataclasses.replace(FAMILIES["llama"], weights=rows)
+
+
+def add_extra_tensor(directory: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.extra.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def logits_of(directory: Path) -> Any:

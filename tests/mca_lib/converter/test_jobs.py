@@ -32,6 +32,17 @@ def test_wrong_weight_table_fails(ranks: Any, source: Path, tmp_path: Path) -> N
         ranks(1, export_ranks.convert_with_swapped_gate, source, tmp_path / "mca")
 
 
+def test_parameter_without_a_row_in_the_table_fails(ranks: Any, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"weight table of llama has no row for decoder\.final_layernorm\.weight"):
+        ranks(1, export_ranks.convert_without_final_norm, source, tmp_path / "mca")
+
+
+def test_row_of_the_table_without_a_parameter_fails(ranks: Any, source: Path, tmp_path: Path) -> None:
+    ranks(1, export_ranks.add_extra_tensor, source)
+    with pytest.raises(RankError, match=r"weight table of llama has decoder\.extra\.weight, the model does not"):
+        ranks(1, export_ranks.convert_with_a_row_too_many, source, tmp_path / "mca")
+
+
 def test_nan_fails(ranks: Any, source: Path, tmp_path: Path) -> None:
     ranks(1, export_ranks.poison, source)
     with pytest.raises(RankError, match="NaN"):
