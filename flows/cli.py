@@ -53,6 +53,14 @@ def plan(recipe: Recipe, overrides: Overrides = None, store: StorePath = None) -
     show_plan(recipe, _with_store(overrides, store))
 
 
+@app.command()
+def check(recipe: Recipe, overrides: Overrides = None, store: StorePath = None) -> None:
+    """Check a recipe with its model and every row of its data, without running anything."""
+    from flows.commands import check_everything
+
+    check_everything(recipe, _with_store(overrides, store))
+
+
 @app.command(name="ls")
 def list_artifacts(
     stage: Annotated[str | None, typer.Argument(help="Only artifacts of this stage.")] = None, store: StorePath = None

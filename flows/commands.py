@@ -56,6 +56,16 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
     _print_result(console, result)
 
 
+def check_everything(recipe: Path, overrides: list[str]) -> None:
+    """``mcaflow check``."""
+    from flows.preflight import check_data, check_recipe
+
+    config = load_recipe(recipe, overrides)
+    check_recipe(config)
+    check_data(config)
+    print(f"{recipe}: nothing stands in its way")
+
+
 def show_plan(recipe: Path, overrides: list[str]) -> None:
     """``mcaflow plan``."""
     from flows.plan import make_plan

@@ -110,7 +110,6 @@ class DownloadStage(Stage):
 
     def produce(self, ctx: StageContext) -> Produced:
         if isinstance(self.pinned, LocalModel):
-            check_model_files(self.pinned.root, self.pinned.groups)
             size = sum(entry.size for entry in self.pinned.files.values())
             return Produced(
                 external=self.pinned.root,
@@ -131,6 +130,7 @@ class DownloadStage(Stage):
         found = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
         names = [str(path.relative_to(root)) for path in found]
         groups = self._select(names)
+        check_model_files(root, groups)
         cache = store.statcache.folder(root)
         files = {}
         for rel in sorted(rel for group in groups.values() for rel in group):
