@@ -7,6 +7,8 @@ BIN := .venv/bin
 DEMO := .mcaflow/demo
 # Bytecode that is not kept costs every process 10 s of compilation at import.
 unexport PYTHONDONTWRITEBYTECODE
+# Waiting OpenMP threads otherwise spin, which slows several processes on the same cores down by a factor of 3.
+export OMP_WAIT_POLICY := PASSIVE
 
 .PHONY: demo test lint format bench setup smollm2 clean
 

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from mca_lib.demo_assets import make_demo_assets
 from mca_lib.demo_rows import make_rows
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> list[Path]:
-    """Two folders, each filled by a process of its own."""
+    """Two folders, filled by this process and by another one."""
     parent = tmp_path_factory.mktemp("demo")
-    for name in ("one", "two"):
-        subprocess.run([sys.executable, "-m", "mca_lib.demo_assets", str(parent / name)], check=True)
+    make_demo_assets(parent / "one")
+    subprocess.run([sys.executable, "-m", "mca_lib.demo_assets", str(parent / "two")], check=True)
     return [parent / "one", parent / "two"]
 
 

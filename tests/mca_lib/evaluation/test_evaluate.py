@@ -239,26 +239,20 @@ def _copy(source: str, target: Path) -> dict[str, torch.Tensor]:
 
 
 def test_job_in_a_process_of_its_own(spec, tmp_path):
-    """Result and files agree, progress ends at the total, and a second run writes the same bytes."""
-    contents = []
-    for attempt in ("first", "second"):
-        output, progress = tmp_path / attempt, tmp_path / f"{attempt}.progress"
-        (tmp_path / "spec.json").write_text(json.dumps(spec | {"output": str(output)}))
-        command = [
-            sys.executable,
-            "-m",
-            "mca_lib.job",
-            "evaluate",
-            str(tmp_path / "spec.json"),
-            str(tmp_path / "r.json"),
-        ]
-        subprocess.run(command, check=True, env=os.environ | {"MCAFLOW_PROGRESS": str(progress)})
-        outcome = json.loads((tmp_path / "r.json").read_text())
-        assert outcome["ok"]
-        assert outcome["result"] == json.loads((output / "metrics.json").read_text())
-        lines = [json.loads(line) for line in progress.read_text().splitlines()]
-        assert lines[-1] == {"done": 28, "total": 28, "model": "trained"}
-        assert [line["done"] for line in lines] == sorted(line["done"] for line in lines)
-        contents.append({file.name: file.read_bytes() for file in output.iterdir()})
-    assert set(contents[0]) == {"metrics.json", "samples.jsonl", "report.md"}
-    assert contents[0] == contents[1]
+    """Its result and files are those of a call in this process, byte for byte, and its progress ends at the total."""
+    expected = _run(spec)
+    (tmp_path / "spec.json").write_text(json.dumps(spec | {"output": str(tmp_path / "job")}))
+    command = [sys.executable, "-m", "mca_lib.job", "evaluate", str(tmp_path / "spec.json"), str(tmp_path / "r.json")]
+    # As many threads as here: sums are rounded in the order in which threads share them out.
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    subprocess.run(command, check=True, env=os.environ | threads | {"MCAFLOW_PROGRESS": str(tmp_path / "progress")})
+    assert json.loads((tmp_path / "r.json").read_text()) == {"ok": True, "result": expected}
+    assert json.loads((tmp_path / "job" / "metrics.json").read_text()) == expected
+    here, there = (
+        {file.name: file.read_bytes() for file in folder.iterdir()} for folder in (tmp_path / "out", tmp_path / "job")
+    )
+    assert set(here) == {"metrics.json", "samples.jsonl", "report.md"}
+    assert here == there
+    lines = [json.loads(line) for line in (tmp_path / "progress").read_text().splitlines()]
+    assert lines[-1] == {"done": 28, "total": 28, "model": "trained"}
+    assert [line["done"] for line in lines] == sorted(line["done"] for line in lines)
