@@ -47,7 +47,7 @@ def download_model(model_name_or_path: str, local_dir: str | None = None) -> str
     Callers on one machine download once: the others wait at a lock and find the files.
 
     Raises:
-        ModelError: the path does not exist and is no name of the hub.
+        ModelError: the path does not exist, or the hub has no such model or cannot be reached.
     """
     if os.path.isdir(model_name_or_path):
         return model_name_or_path
@@ -62,7 +62,11 @@ def download_model(model_name_or_path: str, local_dir: str | None = None) -> str
             from modelscope import snapshot_download
         else:
             from huggingface_hub import snapshot_download
-        return snapshot_download(model_name_or_path, local_dir=local_dir)
+        try:
+            return snapshot_download(model_name_or_path, local_dir=local_dir)
+        except Exception as error:  # the hubs' clients raise their HTTP library's errors, their own, and OSError
+            reason = " ".join(str(error).split())
+            raise ModelError(f"model_name_or_path={model_name_or_path!r} cannot be downloaded: {reason}") from error
 
 
 def get_args(argv: Sequence[str] | None = None) -> Arguments:
@@ -183,7 +187,7 @@ def _train(training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments
     training_args.batch_shape(training_args.world_size)
     train_rows = TokenStore.open(splits["train"])
     eval_rows = TokenStore.open(splits["eval"]) if splits["eval"].is_dir() and training_args.do_eval else None
-    directory = download_model(model_args.model_name_or_path, model_args.cache_dir)
+    directory = download_model(model_args.model_name_or_path)
     initialize_model_parallel(training_args, training_args.seed)
 
     from mca_lib.models import AutoModel
@@ -197,9 +201,9 @@ def _train(training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments
 def _set_up_logging() -> None:
     """Warnings of all, and on rank 0 what this package says, to stderr and to the parent."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # Megatron warns of absent GPU libraries and of its own deprecations, on every rank.
+    # Megatron and torch's checkpoints warn of absent GPU libraries and of deprecations of their own, on every rank.
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch\.distributed\.checkpoint)\.")
     if os.environ.get("RANK", "0") == "0":
         logging.getLogger("mca_lib").setLevel(logging.INFO)
         logging.getLogger("mca_lib").addHandler(ProgressHandler())

@@ -14,7 +14,6 @@ class ModelArguments:
     """Which model."""
 
     model_name_or_path: str = field(metadata={"help": "MCA or Hugging Face directory, or a name on the hub."})
-    cache_dir: str | None = field(default=None, metadata={"help": "Where downloads go."})
 
     def __post_init__(self) -> None:
         if not self.model_name_or_path:

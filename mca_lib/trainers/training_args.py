@@ -20,7 +20,7 @@ from mca_lib.trainers.schedule import BatchShape
 # Fields of transformers' TrainingArguments that have their effect here.
 # fmt: off
 HONOURED = frozenset({
-    "output_dir", "do_train", "do_eval", "seed", "bf16", "use_cpu", "ddp_timeout",
+    "output_dir", "do_eval", "seed", "bf16", "use_cpu",
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
@@ -28,7 +28,7 @@ HONOURED = frozenset({
 })
 # Fields without effect on the result, which callers of transformers set by habit.
 HARMLESS = frozenset({
-    "report_to", "disable_tqdm", "log_level", "remove_unused_columns", "run_name", "logging_strategy",
+    "do_train", "report_to", "disable_tqdm", "log_level", "remove_unused_columns", "run_name", "logging_strategy",
 })
 # fmt: on
 
@@ -66,6 +66,11 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
     def __post_init__(self) -> None:
         self._refuse_ignored_fields()
         on_cpu = current_platform().device_type == "cpu"
+        if self.use_cpu and not on_cpu:
+            raise ConfigError("use_cpu=True, but this process sees a CUDA device: hide it with CUDA_VISIBLE_DEVICES=''")
+        for name in ("logging_steps", "save_steps", "eval_steps"):
+            if 0 < (getattr(self, name) or 0) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: use a whole number of steps")
         self.use_cpu = self.use_cpu or on_cpu  # else transformers refuses bf16 without a GPU
         self.report_to = []
         try:

@@ -106,6 +106,8 @@ def hub(tmp_path, monkeypatch) -> list[str]:
     downloaded, present = [], set()
 
     def snapshot_download(name: str, local_dir: str | None = None) -> str:
+        if name == "owner/gone":
+            raise ConnectionError("404 not found\nfor url")
         if name not in present:
             overlapping.wait(0.2)
             downloaded.append(name)
@@ -149,3 +151,8 @@ def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub(hub):
     with pytest.raises(ModelError, match="is not a directory"):
         download_model("./missing")
     assert hub == []
+
+
+def test_a_model_that_the_hub_does_not_have_is_one_line(hub):
+    with pytest.raises(ModelError, match=r"'owner/gone' cannot be downloaded: 404 not found for url$"):
+        download_model("owner/gone")

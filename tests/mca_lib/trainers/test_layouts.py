@@ -49,3 +49,18 @@ def test_losses_and_gradient_norms_equal_plain_torch(ranks, folder, plain, layou
 
 def test_the_run_learns(plain):
     assert plain[-1, 0] < 0.8 * plain[0, 0]
+
+
+@pytest.fixture(scope="module")
+def plain_tied(ranks, folder) -> np.ndarray:
+    """A vocabulary that tensor parallelism has to pad, and one matrix for embedding and output."""
+    ranks(1, make_model, folder / "tied", 0.0, True, 131)
+    return np.array(ranks(1, plain_training, f"{folder}/tied", f"{folder}/store", STEPS)[0])
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "PP2", "PP2 in two chunks", "TP2 PP2"])
+def test_the_same_with_tied_embeddings_and_a_padded_vocabulary(ranks, folder, plain_tied, layout):
+    world_size, options = LAYOUTS[layout]
+    options = {"max_steps": STEPS, **options}
+    values = ranks(world_size, train, f"{folder}/tied", f"{folder}/store", f"{folder}/tied {layout}", options)
+    np.testing.assert_allclose(history(values), plain_tied, rtol=0, atol=TOLERANCE)

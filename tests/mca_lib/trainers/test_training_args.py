@@ -42,6 +42,7 @@ def test_a_field_without_effect_is_refused(options):
         ({"save_strategy": "best", "metric_for_best_model": None}, "save_strategy='best'"),
         ({"recompute_granularity": "some"}, "recompute_granularity='some'"),
         ({"warmup_steps": -1}, "warmup_steps"),
+        ({"logging_steps": 0.5}, r"logging_steps=0\.5"),
     ],
 )
 def test_an_impossible_value_is_a_config_error_of_one_line(options, named):

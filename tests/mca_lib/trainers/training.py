@@ -25,13 +25,13 @@ HYPERPARAMETERS = {
 }
 
 
-def make_model(directory: Path, attention_dropout: float = 0.0) -> Path:
+def make_model(directory: Path, attention_dropout: float = 0.0, tied: bool = False, vocab_size: int = VOCAB) -> Path:
     """A Hugging Face Llama with random weights, no tokenizer: 4 layers, 32 wide."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCAB,
+        vocab_size=vocab_size,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=4,
@@ -40,7 +40,7 @@ def make_model(directory: Path, attention_dropout: float = 0.0) -> Path:
         max_position_embeddings=128,
         initializer_range=0.1,
         attention_dropout=attention_dropout,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
         dtype="float32",
     )
     torch.manual_seed(3)
