@@ -15,8 +15,8 @@ Names may hold `{layer}`. Dimensions are names of `McaModelConfig` attributes. I
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -47,19 +47,19 @@ PADDING = -1
 class Mapping(ABC):
     """One tensor of Megatron ⇄ one or more tensors of Hugging Face."""
 
+    axis: ClassVar[int] = 0
+    """The axis along which segments lie."""
+
     mca: str
     """Name in the checkpoint."""
     hf: tuple[str, ...]
-
-    when: str | None = None
+    """Names on the other side; a single one may be given as a string."""
+    when: str | None = field(default=None, kw_only=True)
     """Attribute of the config that must be true for the row to exist."""
 
     def __post_init__(self) -> None:
         if isinstance(self.hf, str):
             object.__setattr__(self, "hf", (self.hf,))
-
-    axis = 0
-    """The axis along which segments lie."""
 
     @abstractmethod
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
@@ -117,10 +117,7 @@ class Mapping(ABC):
 class Replicated(Mapping):
     """The same tensor on every tensor-parallel rank."""
 
-    dims: tuple[str, ...] = ()
-
-    def __init__(self, mca: str, hf: str, *dims: str, when: str | None = None) -> None:
-        _set(self, mca=mca, hf=(hf,), dims=dims, when=when)
+    dims: tuple[str, ...]
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
         return (_sizes(config, self.dims),)
@@ -133,11 +130,8 @@ class Replicated(Mapping):
 class Row(Mapping):
     """Weight of a row-parallel linear layer: [output, input], the input features are split."""
 
-    dims: tuple[str, ...] = ()
-    axis = 1
-
-    def __init__(self, mca: str, hf: str, dims: tuple[str, str], when: str | None = None) -> None:
-        _set(self, mca=mca, hf=(hf,), dims=dims, when=when)
+    axis: ClassVar[int] = 1
+    dims: tuple[str, str]
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
         return (_sizes(config, self.dims),)
@@ -149,9 +143,6 @@ class Row(Mapping):
 @dataclass(frozen=True)
 class Vocabulary(Mapping):
     """Embedding or output layer, [vocabulary, hidden], padded so that the vocabulary divides by the ranks."""
-
-    def __init__(self, mca: str, hf: str, when: str | None = None) -> None:
-        _set(self, mca=mca, hf=(hf,), when=when)
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
         return ((config.vocab_size, config.hidden_size),)
@@ -172,10 +163,8 @@ class QKV(Mapping):
     With more ranks than groups Megatron still cuts the fused rows evenly, so a share may begin inside a group.
     """
 
-    columns: tuple[str, ...] = ()
-
-    def __init__(self, mca: str, hf: tuple[str, str, str], columns: tuple[str, ...], when: str | None = None) -> None:
-        _set(self, mca=mca, hf=hf, columns=columns, when=when)
+    columns: tuple[str, ...]
+    """Dimensions beside the rows: the hidden size, or nothing for a bias."""
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
         tail = _sizes(config, self.columns)
@@ -198,9 +187,6 @@ class QKV(Mapping):
 @dataclass(frozen=True)
 class GatedMLP(Mapping):
     """Gate and up projections of a SwiGLU layer, each split on its own: [gate share; up share]."""
-
-    def __init__(self, mca: str, hf: tuple[str, str], when: str | None = None) -> None:
-        _set(self, mca=mca, hf=hf, when=when)
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
         return ((config.ffn_hidden_size, config.hidden_size),) * 2
@@ -225,8 +211,3 @@ def _share(length: int, rank: int, size: int) -> tuple[int, int]:
 
 def _sizes(config: "McaModelConfig", dims: tuple[str, ...]) -> Shape:
     return tuple(getattr(config, d) for d in dims)
-
-
-def _set(mapping: Mapping, **values: object) -> None:
-    for name, value in values.items():
-        object.__setattr__(mapping, name, value)

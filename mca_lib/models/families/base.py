@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from mca_lib.converter.mappings import QKV, GatedMLP, Mapping, Replicated, Row, Vocabulary
+from mca_lib.converter.mappings import Mapping
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families.rope import rope_from_hf
@@ -118,102 +118,3 @@ class Family:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-# --- What the dense families share -------------------------------------------------------------------------------
-
-DENSE_FIELDS = (
-    Field("num_hidden_layers", "num_layers"),
-    Field("hidden_size", "hidden_size"),
-    Field("intermediate_size", "ffn_hidden_size"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("num_key_value_heads", "num_query_groups", lambda hf: hf["num_attention_heads"]),
-    Field("vocab_size", "vocab_size"),
-    Field("rms_norm_eps", "norm_epsilon", 1e-6),
-    Field("tie_word_embeddings", "tie_word_embeddings", False),
-    Field("attention_dropout", "attention_dropout", 0.0),
-    Field("initializer_range", "initializer_range", 0.02),
-)
-
-_NO_WINDOW = Neutral("use_sliding_window", (False,))
-
-DENSE_NEUTRAL = (
-    Neutral("hidden_act", ("silu", "swish")),
-    Neutral("mlp_bias", (False,)),
-    _NO_WINDOW,
-    # transformers reads the window of these families only where use_sliding_window is set.
-    Neutral("sliding_window", (), unless=lambda hf: not hf.get("use_sliding_window")),
-    Neutral("layer_types", (), unless=lambda hf: set(hf["layer_types"]) == {"full_attention"}),
-    Neutral("partial_rotary_factor", (1.0,)),
-    Neutral("quantization_config", ()),
-    Neutral("is_encoder_decoder", (False,)),
-    # Code of the model's own decides its mathematics.
-    Neutral("auto_map", ()),
-    # Fields of variants that keep the model type of the family that they derive from.
-    Neutral("attn_logit_softcapping", ()),
-    Neutral("final_logit_softcapping", ()),
-    Neutral("query_pre_attn_scalar", ()),
-    Neutral("attention_multiplier", ()),
-    Neutral("embedding_multiplier", (1.0,)),
-    Neutral("residual_multiplier", (1.0,)),
-    Neutral("logits_scaling", (1.0,)),
-    Neutral("clip_qkv", ()),
-    Neutral("no_rope_layers", ()),
-    Neutral("num_experts", (0,)),
-    Neutral("num_local_experts", (0,)),
-    Neutral("add_cross_attention", (False,)),
-)
-
-_MCA_LAYER = "decoder.layers.{layer}."
-_HF_LAYER = "model.layers.{layer}."
-_MCA_ATTENTION, _HF_ATTENTION = _MCA_LAYER + "self_attention.", _HF_LAYER + "self_attn."
-_QKV_NAMES = ("q_proj", "k_proj", "v_proj")
-
-# Names on the left are those of the torch_dist checkpoint, which the Transformer Engine and the local layer share.
-DENSE_WEIGHTS = (
-    Vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
-    Replicated(_MCA_ATTENTION + "linear_qkv.layer_norm_weight", _HF_LAYER + "input_layernorm.weight", "hidden_size"),
-    QKV(
-        _MCA_ATTENTION + "linear_qkv.weight",
-        tuple(f"{_HF_ATTENTION}{n}.weight" for n in _QKV_NAMES),
-        columns=("hidden_size",),
-    ),
-    Row(_MCA_ATTENTION + "linear_proj.weight", _HF_ATTENTION + "o_proj.weight", ("hidden_size", "query_size")),
-    Replicated(
-        _MCA_LAYER + "mlp.linear_fc1.layer_norm_weight", _HF_LAYER + "post_attention_layernorm.weight", "hidden_size"
-    ),
-    GatedMLP(
-        _MCA_LAYER + "mlp.linear_fc1.weight", (_HF_LAYER + "mlp.gate_proj.weight", _HF_LAYER + "mlp.up_proj.weight")
-    ),
-    Row(_MCA_LAYER + "mlp.linear_fc2.weight", _HF_LAYER + "mlp.down_proj.weight", ("hidden_size", "ffn_hidden_size")),
-    Replicated("decoder.final_layernorm.weight", "model.norm.weight", "hidden_size"),
-    Vocabulary("output_layer.weight", "lm_head.weight", when="untied"),
-)
-
-QKV_BIAS = (
-    QKV(
-        _MCA_ATTENTION + "linear_qkv.bias",
-        tuple(f"{_HF_ATTENTION}{n}.bias" for n in _QKV_NAMES),
-        columns=(),
-        when="qkv_bias",
-    ),
-)
-
-OUTPUT_BIAS = (
-    Replicated(
-        _MCA_ATTENTION + "linear_proj.bias",
-        _HF_ATTENTION + "o_proj.bias",
-        "hidden_size",
-        when="attention_output_bias",
-    ),
-)
-
-QK_NORM = (
-    Replicated(_MCA_ATTENTION + "q_layernorm.weight", _HF_ATTENTION + "q_norm.weight", "kv_channels"),
-    Replicated(_MCA_ATTENTION + "k_layernorm.weight", _HF_ATTENTION + "k_norm.weight", "kv_channels"),
-)
-
-
-def head_size(hf: HfConfig) -> int:
-    """transformers' head size where the config does not give one."""
-    return hf["hidden_size"] // hf["num_attention_heads"]

@@ -1,15 +1,7 @@
 """Llama 1 to 3.x, and the many models that save themselves as `llama` (SmolLM2, TinyLlama, Yi, ...)."""
 
-from mca_lib.models.families.base import (
-    DENSE_FIELDS,
-    DENSE_NEUTRAL,
-    DENSE_WEIGHTS,
-    OUTPUT_BIAS,
-    QKV_BIAS,
-    Family,
-    Field,
-    head_size,
-)
+from mca_lib.models.families.base import Family, Field
+from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_NEUTRAL, DENSE_WEIGHTS, OUTPUT_BIAS, QKV_BIAS, head_size
 
 FAMILY = Family(
     model_type="llama",

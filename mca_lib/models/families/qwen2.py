@@ -1,14 +1,7 @@
 """Qwen2 and Qwen2.5, dense: biases on query, key and value, none on the output projection."""
 
-from mca_lib.models.families.base import (
-    DENSE_FIELDS,
-    DENSE_NEUTRAL,
-    DENSE_WEIGHTS,
-    QKV_BIAS,
-    Family,
-    Field,
-    head_size,
-)
+from mca_lib.models.families.base import Family, Field
+from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_NEUTRAL, DENSE_WEIGHTS, QKV_BIAS, head_size
 
 FAMILY = Family(
     model_type="qwen2",

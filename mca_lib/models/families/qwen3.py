@@ -1,15 +1,7 @@
 """Qwen3, dense: RMSNorm over each head of query and key, and a head size of its own."""
 
-from mca_lib.models.families.base import (
-    DENSE_FIELDS,
-    DENSE_NEUTRAL,
-    DENSE_WEIGHTS,
-    OUTPUT_BIAS,
-    QK_NORM,
-    QKV_BIAS,
-    Family,
-    Field,
-)
+from mca_lib.models.families.base import Family, Field
+from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_NEUTRAL, DENSE_WEIGHTS, OUTPUT_BIAS, QK_NORM, QKV_BIAS
 
 FAMILY = Family(
     model_type="qwen3",

@@ -83,7 +83,7 @@ def convert_without_final_norm(source: Path, target: Path) -> dict[str, Any]:
     from mca_lib.models.registry import FAMILIES
 
     rows = tuple(m for m in FAMILIES["llama"].weights if m.hf != ("model.norm.weight",))
-    _set_weights((*rows, Replicated("decoder.extra.weight", "model.norm.weight", "hidden_size")))
+    _set_weights((*rows, Replicated("decoder.extra.weight", "model.norm.weight", ("hidden_size",))))
     return convert(source, target)
 
 
@@ -92,7 +92,7 @@ def convert_with_a_row_too_many(source: Path, target: Path) -> dict[str, Any]:
     from mca_lib.converter.mappings import Replicated
     from mca_lib.models.registry import FAMILIES
 
-    extra = Replicated("decoder.extra.weight", "model.extra.weight", "hidden_size")
+    extra = Replicated("decoder.extra.weight", "model.extra.weight", ("hidden_size",))
     _set_weights((*FAMILIES["llama"].weights, extra))
     return convert(source, target)
 
