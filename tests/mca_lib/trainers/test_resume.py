@@ -113,8 +113,9 @@ def test_sigterm_saves_at_the_end_of_the_step_and_leaves_with_143(ranks, folder)
 
 
 def test_a_checkpoint_resumes_at_another_layout(ranks, folder):
-    places, out = (f"{folder}/model-plain", f"{folder}/store"), folder / "relayout"
-    ranks(1, make_model, folder / "model-plain")
+    places, out = (f"{folder}/tied", f"{folder}/store"), folder / "relayout"
+    # Tied embeddings, and a vocabulary that is padded for two tensor parallel ranks and not for one.
+    ranks(1, make_model, folder / "tied", 0.0, True, 131)
     with pytest.raises(RankError, match="exit -9"):
         ranks(2, train_until, *places, str(out), {**OPTIONS, "tensor_model_parallel_size": 2}, 6, signal.SIGKILL)
     resumed = ranks(2, train, *places, str(out), {**OPTIONS, "pipeline_model_parallel_size": 2})
