@@ -44,8 +44,10 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
         os.environ.setdefault(name, value)
     from flows.console import run_console
     from flows.pipeline import pipeline
+    from flows.server import provide_server
     from tasks.errors import LeaseLost, StageFailed
 
+    provide_server()
     console = Console()
     try:
         with run_console(console):
