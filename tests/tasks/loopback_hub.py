@@ -6,10 +6,13 @@ It can break a connection in the middle of a file, forget how to serve ranges, a
 import hashlib
 import json
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+_TICK_SECONDS = 0.02
 
 
 @dataclass
@@ -22,6 +25,8 @@ class LoopbackHub:
     """File name -> bytes after which the connection breaks, once."""
     corrupt: set[str] = field(default_factory=set)
     ranges: bool = True
+    bytes_per_second: float | None = None
+    """How fast files are sent, each of them; None for as fast as possible."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     """(method, path, Range header) of every request."""
     tokens: set[str | None] = field(default_factory=set)
@@ -129,10 +134,18 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        self.wfile.write(body[:breaks_after])
+        self._send(body[:breaks_after])
         if breaks_after is not None:
             self.wfile.flush()
             self.close_connection = True
+
+    def _send(self, body: bytes) -> None:
+        rate = self.hub.bytes_per_second
+        piece = max(1, len(body) if rate is None else int(rate * _TICK_SECONDS))
+        for start in range(0, len(body), piece):
+            self.wfile.write(body[start : start + piece])
+            if rate is not None:
+                time.sleep(_TICK_SECONDS)
 
     def _error(self, status: int, code: str) -> None:
         self.send_response(status)
