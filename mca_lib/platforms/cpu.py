@@ -13,7 +13,6 @@ import importlib
 import logging
 import queue
 import resource
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,106 +20,17 @@ from typing import Any
 
 import torch
 
-CPU = torch.device("cpu")
-
-
-class NullStream:
-    """Stands for a CUDA stream or event: on CPU every operation is done when its call returns."""
-
-    def __init__(self, *_args: Any, **_kwargs: Any) -> None:
-        pass
-
-    def wait_stream(self, _stream: Any) -> None:
-        pass
-
-    def wait_event(self, _event: Any) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> Any:
-        return event or NullStream()
-
-    def record(self, _stream: Any = None) -> None:
-        pass
-
-
-class CpuTorch(types.ModuleType):
-    """The module `torch` as a Megatron module sees it: factories read device="cuda" as CPU and pin nothing.
-
-    Replacing the factories in `torch` itself would break `with torch.device("meta")`, which knows them by identity:
-    transformers then loads models with uninitialized rotary frequencies (seen with 5.24.0).
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-    def tensor(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.tensor(*args, **_without_cuda(kwargs))
-
-    def zeros(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(*args, **_without_cuda(kwargs))
-
-    def empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.empty(*args, **_without_cuda(kwargs))
-
-    def empty_like(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.empty_like(*args, **_without_cuda(kwargs))
-
-
-def _without_cuda(kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
-    device = kwargs.get("device")
-    return {**kwargs, "device": CPU} if device is not None and str(device).startswith("cuda") else kwargs
-
-
-def cpu_torch(_original: Any) -> CpuTorch:
-    return CpuTorch("torch")
-
-
-def type_name(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`Tensor.type()` that reports the CUDA spelling, which Megatron compares against."""
-
-    @functools.wraps(original)
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if args or kwargs:
-            return original(self, *args, **kwargs)
-        return original(self).replace("torch.", "torch.cuda.", 1)
-
-    return type_
-
-
-def list_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`all_to_all_single` that turns split sizes given as tensors into lists."""
-
-    @functools.wraps(original)
-    def all_to_all_single(output: Any, input: Any, output_split_sizes=None, input_split_sizes=None, *rest, **kwargs):
-        def as_list(sizes: Any) -> Any:
-            return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
-
-        return original(output, input, as_list(output_split_sizes), as_list(input_split_sizes), *rest, **kwargs)
-
-    return all_to_all_single
-
-
-def fused_adam(_original: Any) -> type:
-    from mca_lib.platforms.cpu_adam import FusedAdam
-
-    return FusedAdam
-
-
-def always(value: Any) -> Callable[[Any], Any]:
-    """The answer that does not build on the original."""
-    return lambda _original: value
-
-
-def _set_rng_state(state: torch.Tensor, device: Any = -1, graph_safe: bool = False) -> None:
-    torch.set_rng_state(state)
-
-
-def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
-    return torch.get_rng_state()
+from mca_lib.platforms.cpu_stand_ins import (
+    CPU,
+    NullStream,
+    always,
+    cpu_torch,
+    fused_adam,
+    get_rng_state,
+    list_splits,
+    set_rng_state,
+    type_name,
+)
 
 
 @dataclass(frozen=True)
@@ -227,12 +137,12 @@ MEGATRON_ANSWERS = (
            "megatron.core.dist_checkpointing.strategies.state_dict_saver", "device='cuda'",
            "m('megatron.core.dist_checkpointing.strategies.state_dict_saver').torch.tensor([1], device='cuda')"
            ".device.type == 'cpu'"),
-    Answer("megatron.core.tensor_parallel.random._set_cuda_rng_state", always(_set_rng_state),
+    Answer("megatron.core.tensor_parallel.random._set_cuda_rng_state", always(set_rng_state),
            "queued until CUDA initializes, which never happens: the tracker would never switch states",
            "megatron.core.tensor_parallel.random", "_lazy_call(cb)",
            "(m('megatron.core.tensor_parallel.random')._set_cuda_rng_state(torch.Generator().manual_seed(9).get_state()),"
            " torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(9).get_state()))[1]"),
-    Answer("megatron.core.tensor_parallel.random._get_cuda_rng_state", always(_get_rng_state),
+    Answer("megatron.core.tensor_parallel.random._get_cuda_rng_state", always(get_rng_state),
            "the counterpart of the row above",
            "megatron.core.tensor_parallel.random", "torch.cuda.random.get_rng_state(device=device)",
            "m('megatron.core.tensor_parallel.random')._get_cuda_rng_state() is not None"),
