@@ -21,6 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from transformers.trainer_utils import IntervalStrategy
 
 from mca_lib.checkpoint.sealed import move_into_place, new_staging
 from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint, save_checkpoint
@@ -80,6 +81,11 @@ class McaTrainer:
         train_dataset: TokenStore,
         eval_dataset: TokenStore | None = None,
     ) -> None:
+        if eval_dataset is None and args.eval_strategy != IntervalStrategy.NO:
+            raise ConfigError(
+                f"eval_strategy={args.eval_strategy.value!r}, but the token store has no split 'eval': "
+                "hold rows out, or use eval_strategy='no'"
+            )
         self.model, self.args = model, args
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.shape = args.batch_shape(dist.get_world_size())
@@ -135,8 +141,7 @@ class McaTrainer:
 
     def evaluate(self) -> StepMetrics:
         """Token sums over the whole evaluation split; every row counts once."""
-        if self.eval_dataset is None:
-            raise ConfigError("there is no evaluation split: build the token store with held-out rows")
+        assert self.eval_dataset is not None, "evaluate() needs an eval_dataset"
         replicas = self.shape.data_parallel_size
         shape = BatchShape(
             global_batch_size=self.args.per_device_eval_batch_size * replicas * self.shape.micro_batch_multiple,

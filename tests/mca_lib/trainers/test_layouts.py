@@ -64,3 +64,14 @@ def test_the_same_with_tied_embeddings_and_a_padded_vocabulary(ranks, folder, pl
     options = {"max_steps": STEPS, **options}
     values = ranks(world_size, train, f"{folder}/tied", f"{folder}/store", f"{folder}/tied {layout}", options)
     np.testing.assert_allclose(history(values), plain_tied, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("layout", ["one rank", "DP2", "PP2", "CP2", "micro batch of 2"])
+def test_rows_without_loss_weigh_nothing(ranks, folder, layout):
+    """Ranks and micro batches whose rows are all masked must not pull the mean down."""
+    make_store(folder / "masked", rows=18, masked=(1, 4, 5, 7, 10, 12, 13))
+    plain = np.array(ranks(1, plain_training, f"{folder}/model", f"{folder}/masked", STEPS)[0])
+    world_size, options = LAYOUTS[layout]
+    options = {"max_steps": STEPS, **options}
+    values = ranks(world_size, train, f"{folder}/model", f"{folder}/masked", f"{folder}/masked {layout}", options)
+    np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.mca_lib.trainers.training import HYPERPARAMETERS, history, make_model, make_store, train
+from tests.mca_lib.trainers.training import HYPERPARAMETERS, history, make_model, make_store, train, weights
 from tests.ranks import RankError
 
 
@@ -122,6 +122,26 @@ def test_divergence_stops_the_run_and_names_the_learning_rate(ranks, folder):
     with pytest.raises(RankError, match=r"ConfigError: training diverged: .* at step \d; lower learning_rate=1e\+20"):
         ranks(1, train, f"{folder}/model", f"{folder}/store", f"{folder}/diverged", options)
     assert not (folder / "diverged" / "final").exists()
+
+
+def test_steps_without_any_loss_change_nothing(ranks, folder):
+    make_store(folder / "silent", rows=4, masked=range(4))
+    places, options = (f"{folder}/model", f"{folder}/silent"), {"weight_decay": 0.0, "warmup_steps": 0}
+    values = ranks(2, train, *places, f"{folder}/silent-1", {**options, "max_steps": 1})
+    ranks(2, train, *places, f"{folder}/silent-3", {**options, "max_steps": 3})
+    before, after = ranks(1, both_weights, folder / "silent-1" / "final", folder / "silent-3" / "final")[0]
+    assert before == after
+    assert (values[0]["result"]["final_loss"], values[0]["result"]["trained_tokens"]) == (None, 0)
+
+
+def both_weights(one: Path, other: Path) -> tuple[float, float]:
+    return tuple(sum(t.double().abs().sum().item() for t in weights(path).values()) for path in (one, other))
+
+
+def test_evaluation_without_held_out_rows_is_refused_at_the_start(ranks, folder):
+    make_store(folder / "train only", rows=4)
+    with pytest.raises(RankError, match=r"ConfigError: eval_strategy='epoch', but the token store has no split 'eval'"):
+        ranks(1, train, f"{folder}/model", f"{folder}/train only", f"{folder}/refused", {"eval_strategy": "epoch"})
 
 
 def train_with_progress(model: str, store: str, out: str, options: dict[str, Any], progress: str) -> None:
