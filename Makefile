@@ -34,7 +34,7 @@ format: setup
 	$(BIN)/ruff format .
 
 bench: setup
-	$(BIN)/python -m pytest tests/benchmarks -o testpaths= -o python_files='bench_*.py' -s
+	$(BIN)/python -m pytest tests/benchmarks -s
 
 smollm2:
 	@PYTHON="$(PYTHON)" scripts/setup.sh dev smollm2
