@@ -118,8 +118,9 @@ def trailing_padding_changes_nothing(directory: Path) -> float:
     return (out[:, 7:15] - alone).abs().max().item()
 
 
-def dropout_masks_differ_between_ranks(directory: Path) -> tuple[bool, bool]:
-    """(Is a forward pass in training mode random; is it still the same on all ranks of the tensor group)."""
+def attention_dropout(directory: Path) -> tuple[bool, bool, bool]:
+    """Two tensor parallel ranks in training mode: is a pass random, is its loss the same on both ranks, and does each
+    rank drop other attention weights than its neighbour?"""
     import torch
     import torch.distributed as dist
 
@@ -127,11 +128,19 @@ def dropout_masks_differ_between_ranks(directory: Path) -> tuple[bool, bool]:
 
     model = AutoModel.from_pretrained(directory, start(tensor=2))[0].train()
     ids = token_ids(1, 16)
+    generator = torch.Generator().manual_seed(0)
+    query_SBND = torch.randn(16, 1, 2, 8, generator=generator)
     with torch.no_grad():
         one, two = (model(ids, torch.arange(16)[None], labels=ids) for _ in range(2))
-    both = [torch.empty_like(one) for _ in range(2)]
-    dist.all_gather(both, one)
-    return not torch.equal(one, two), torch.equal(*both)
+        attention = model.decoder.layers[0].self_attention.core_attention
+        context = attention(query_SBND, query_SBND, query_SBND)
+
+    def same_on_both(value: Any) -> bool:
+        values = [torch.empty_like(value) for _ in range(2)]
+        dist.all_gather(values, value.contiguous())
+        return torch.equal(*values)
+
+    return not torch.equal(one, two), same_on_both(one), not same_on_both(context)
 
 
 def recompute_changes_nothing(directory: Path, granularity: str) -> float:

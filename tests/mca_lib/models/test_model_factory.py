@@ -105,8 +105,8 @@ def test_row_may_go_on_beyond_its_documents(ranks: Any, hf: Path) -> None:
     assert difference < 1e-5
 
 
-def test_dropout_is_random_and_consistent(ranks: Any, hf: Path) -> None:
-    assert ranks(2, factory_ranks.dropout_masks_differ_between_ranks, hf / "dropout") == [(True, True)] * 2
+def test_dropout_is_random_consistent_and_different_for_every_head(ranks: Any, hf: Path) -> None:
+    assert ranks(2, factory_ranks.attention_dropout, hf / "dropout") == [(True, True, True)] * 2
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])
