@@ -8,7 +8,6 @@ content digest either way, so a model that moves from the hub to a folder invali
 import dataclasses
 import json
 import os
-import shutil
 import tempfile
 import uuid
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from mca_lib.errors import ModelError
 from tasks.canonical import JSON, blake3_hex, canonical_json
 from tasks.contract import Produced, Stage, StageContext
 from tasks.jobs import run_job
+from tasks.links import link
 from tasks.model_files import Groups, check_model_files, select
 from tasks.record import FileEntry
 from tasks.report import Reporter
@@ -181,7 +181,7 @@ class DownloadStage(Stage):
         groups = self._select([file["name"] for file in pinned.files])
         check_model_files(snapshot, groups)
         for file in wanted:
-            _link(snapshot / file["name"], ctx.staging / file["name"])
+            link(snapshot / file["name"], ctx.staging / file["name"])
         return Produced(
             file_parts=groups,
             stats={"source": pinned.source, "repo": pinned.repo, "commit": pinned.commit, "bytes": size},
@@ -208,15 +208,6 @@ def _is_path(name: str) -> bool:
 
 def _is_commit(revision: str) -> bool:
     return len(revision) == 40 and all(digit in "0123456789abcdef" for digit in revision)
-
-
-def _link(source: Path, target: Path) -> None:
-    # A link, so that a run that dies before it publishes finds the download complete.
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _recall(memory: Path) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
 from tasks.errors import StageFailed
+from tasks.links import link_tree
 from tasks.process import CommandFailed, redact
 from tasks.section import Execution, Section
 from tasks.store import Artifact
@@ -150,10 +151,7 @@ class TrainStage(Stage):
         if not (final.is_dir() and result.is_file()):
             self._launch(ctx, final)
         stats = json.loads(result.read_text())
-        for path in final.iterdir():
-            shutil.move(path, ctx.staging / path.name)
-        # Without its folder a further attempt resumes from the last checkpoint, and comes to the same bits.
-        final.rmdir()
+        link_tree(final, ctx.staging)
         # Its progress would stand where the training's does.
         digest = ctx.run_job("digest", {"checkpoint": str(ctx.staging)}, on_progress=None)
         return Produced(digest=digest["digest"], parts=digest["parts"], stats=stats)

@@ -1,6 +1,8 @@
 """The train stage with torchrun: what is published, what is cached, and what is left when it is killed."""
 
 import contextlib
+import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from mca_lib.errors import CheckpointError, ConfigError
 from tasks.canonical import JSON
 from tasks.contract import Produced, Stage, StageContext
 from tasks.errors import StageFailed
+from tasks.links import link
 from tasks.process import TAG
 from tasks.stage import Hit, Miss, ensure, probe
 from tasks.store import ArtifactStore
@@ -131,6 +134,21 @@ def test_killed_with_its_parent_it_leaves_no_rank_and_the_next_run_resumes_to_th
     resumed = ensure(store, stage(store, folder))
     assert not resumed.cached
     assert resumed.artifact.digest == trained.artifact.digest
+
+
+def test_stopped_while_it_takes_the_checkpoint_over_it_publishes_the_whole_one_next_time(folder, trained, monkeypatch):
+    store = ArtifactStore(folder / "halfway")
+    half = stage(store, folder)
+    final = store.work("train", trained.artifact.key) / "final"
+    shutil.copytree(trained.artifact.path, final, ignore=shutil.ignore_patterns(".artifact.json"))
+    (final.parent / "train_result.json").write_text(json.dumps(trained.artifact.stats))
+    once = iter([link])
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.links.link", lambda source, target: next(once)(source, target))
+        with pytest.raises(StopIteration):
+            ensure(store, half)
+    again = ensure(store, half).artifact
+    assert (again.digest, again.record.files.keys()) == (trained.artifact.digest, trained.artifact.record.files.keys())
 
 
 def test_a_defect_in_a_rank_comes_with_that_ranks_traceback(store, folder):
