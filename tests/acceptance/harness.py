@@ -83,7 +83,12 @@ class Workplace:
         with open(log, "ab") as output:
             offset = output.tell()
             process = subprocess.Popen(
-                argv, env=self.environment() | {MARK: mark}, stdin=subprocess.DEVNULL, stdout=output, stderr=output
+                argv,
+                env=self.environment() | {MARK: mark},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                process_group=0,
             )
         return Running(process, store, mark, log, offset)
 

@@ -142,10 +142,13 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, body: bytes) -> None:
         rate = self.hub.bytes_per_second
         piece = max(1, len(body) if rate is None else int(rate * _TICK_SECONDS))
-        for start in range(0, len(body), piece):
-            self.wfile.write(body[start : start + piece])
-            if rate is not None:
-                time.sleep(_TICK_SECONDS)
+        try:
+            for start in range(0, len(body), piece):
+                self.wfile.write(body[start : start + piece])
+                if rate is not None:
+                    time.sleep(_TICK_SECONDS)
+        except ConnectionError:
+            self.close_connection = True  # whoever asked was killed
 
     def _error(self, status: int, code: str) -> None:
         self.send_response(status)
