@@ -5,6 +5,8 @@ and nothing but weights is kept. Loading fills the parameters in place, casts to
 reached every element.
 """
 
+import contextlib
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +16,17 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mca_lib.checkpoint.verify import verify_model
-from mca_lib.errors import CheckpointError
+from mca_lib.errors import CheckpointError, ResourceError
 from mca_lib.models.naming import checkpoint_parameters
 
 if TYPE_CHECKING:
     from mca_lib.models.gpt import McaGPTModel
+
+_FULL = 64 << 20
+"""Bytes; a disk with less left is taken to be full."""
 
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
@@ -36,7 +42,8 @@ def save_model(models: list["McaGPTModel"], directory: str | Path) -> None:
     tensors = _sharded_tensors(models)
     vocab_size = models[0].mca_config.vocab_size
     stripped = {k: t for k, v in tensors.items() if (t := _without_padding(v, vocab_size)) is not None}
-    dist_checkpointing.save(stripped, str(directory))
+    with translated_failures(directory, "written"):
+        dist_checkpointing.save(stripped, str(directory))
 
 
 @torch.no_grad()
@@ -54,11 +61,28 @@ def load_model(models: list["McaGPTModel"], directory: str | Path) -> None:
     # Built here, not by `load`: that would merge the halves of every gated MLP into copies of the weights, and the
     # shards are views of the parameters already.
     apply_factories(tensors)
-    dist_checkpointing.load(tensors, str(directory))
+    with translated_failures(directory, "read"):
+        dist_checkpointing.load(tensors, str(directory))
     for model in models:
         for name, parameter in checkpoint_parameters(model):
             if parameter.isnan().any():
                 raise CheckpointError(f"{directory}: {name} holds NaN or was not loaded in full")
+
+
+@contextlib.contextmanager
+def translated_failures(directory: Path, action: str) -> Iterator[None]:
+    """Turn what torch raises when a checkpoint cannot be written or read into errors of ours.
+
+    Its CheckpointException is a BaseException, which `except Exception` lets pass, and has lost the cause: a full disk
+    is told by the space that is left (torch 2.15).
+    """
+    try:
+        yield
+    except CheckpointException as e:
+        if action == "written" and shutil.disk_usage(directory).free < _FULL:
+            raise ResourceError(f"{directory}: no space left on the disk; free space and run again") from e
+        cause = next(iter(e.failures.values()), ("unknown",))[0]
+        raise CheckpointError(f"{directory}: cannot be {action}: {str(cause).splitlines()[0]}") from e
 
 
 def _sharded_tensors(models: list["McaGPTModel"]) -> dict[str, ShardedTensor | ShardedTensorFactory]:

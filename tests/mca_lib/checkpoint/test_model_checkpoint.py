@@ -113,6 +113,22 @@ def test_truncated_file_is_found(copy: Path, file: str) -> None:
         CheckpointReader(copy / "model")
 
 
+def test_garbage_in_a_file_is_an_error_that_names_the_checkpoint(ranks: Any, copy: Path) -> None:
+    path = copy / "model" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[: len(data) // 2] = b"\xff" * (len(data) // 2)
+    path.write_bytes(data)
+    with pytest.raises(RankError, match=r"CheckpointError: .*cannot be read"):
+        ranks(1, factory_ranks.parameters_at, {}, copy)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        checkpoint_digest(copy)
+
+
+def test_failure_to_write_is_an_error(tmp_path: Path, ranks: Any, source: Path) -> None:
+    with pytest.raises(RankError, match=r"CheckpointError: .*cannot be written"):
+        ranks(1, factory_ranks.save_with_a_file_size_limit, source, tmp_path / "mca")
+
+
 def test_checkpoint_of_another_model_is_refused(saved: Path) -> None:
     config = dataclasses.replace(McaModelConfig.from_pretrained(saved), ffn_hidden_size=64, qkv_bias=False)
     with pytest.raises(CheckpointError, match=r"linear_qkv\.bias is not part of the model") as error:

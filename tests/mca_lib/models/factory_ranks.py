@@ -23,6 +23,19 @@ def save_at(layout: dict[str, Any], source: Path, target: Path) -> None:
     AutoModel.from_pretrained(source, args).save_pretrained(target)
 
 
+def save_with_a_file_size_limit(source: Path, target: Path) -> None:
+    """As on a disk that fills up: writing fails in the middle of a file."""
+    import resource
+    import signal
+
+    from mca_lib.models import AutoModel
+
+    models = AutoModel.from_pretrained(source, start())
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    models.save_pretrained(target)
+
+
 def export_at(layout: dict[str, Any], source: Path, target: Path, **options: Any) -> None:
     from mca_lib.models import AutoModel
 
