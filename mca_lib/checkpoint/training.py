@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from mca_lib.checkpoint.model import translated_failures
 from mca_lib.checkpoint.sealed import find_damage, new_staging, remove_leftovers, seal
 from mca_lib.errors import CheckpointError
 from mca_lib.parallel import seed_rank
@@ -51,7 +52,8 @@ def save_checkpoint(output_dir: Path, engine: Engine, state: TrainerState, keep:
     staging = Path(_from_rank_0(lambda: str(new_staging(output_dir))))
     (staging / "state").mkdir(exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(staging / "state"))
+    with translated_failures(staging / "state", "written"):
+        dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(staging / "state"))
     torch.save(_rng_state(), staging / f"rng_{dist.get_rank()}.pt")
     dist.barrier()
     if dist.get_rank() == 0:
@@ -89,7 +91,8 @@ def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
 def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
     """Put weights, moments, schedule and random states back; all ranks take part."""
     state = TrainerState(**json.loads((path / "trainer.json").read_text()))
-    loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(path / "state"))
+    with translated_failures(path / "state", "read"):
+        loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(path / "state"))
     for index, chunk in enumerate(engine.bare_chunks):
         chunk.load_state_dict(loaded[f"model{index}"])
     # Megatron 0.19.2 copies into leaf parameters there without no_grad of its own.
