@@ -77,20 +77,7 @@ class Workplace:
         fields = {"model.name_or_path": str(self.model), "dataset.files": [str(self.data)]} | SHORTENED | self.fields
         settings = [part for name, value in fields.items() for part in ("--set", f"{name}={json.dumps(value)}")]
         recipe = ROOT / "deployments" / "recipes" / "demo.yaml"
-        argv = [*_MCAFLOW, "run", str(recipe), "--store", str(store), *settings, *flags]
-        mark = uuid.uuid4().hex
-        log = self.folder / f"{store.name}.log"
-        with open(log, "ab") as output:
-            offset = output.tell()
-            process = subprocess.Popen(
-                argv,
-                env=self.environment() | {MARK: mark},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                process_group=0,
-            )
-        return Running(process, store, mark, log, offset)
+        return launch(recipe, store, self.folder / f"{store.name}.log", self.environment(), *settings, *flags)
 
     def finish(self, store: Path, *flags: str) -> "Running":
         """A whole run; it must succeed."""
@@ -179,6 +166,22 @@ class Running:
                 raise Complaint(f"still there after {limit:.0f} s: {names}")
             time.sleep(POLL_SECONDS)
         return time.monotonic() - began
+
+
+def launch(recipe: Path, store: Path, log: Path, env: dict[str, str], *flags: str) -> Running:
+    """Start `mcaflow run` in a process group of its own; its output is appended to `log`."""
+    mark = uuid.uuid4().hex
+    with open(log, "ab") as output:
+        offset = output.tell()
+        process = subprocess.Popen(
+            [*_MCAFLOW, "run", str(recipe), "--store", str(store), *flags],
+            env=env | {MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            process_group=0,
+        )
+    return Running(process, store, mark, log, offset)
 
 
 class Complaint(Exception):
