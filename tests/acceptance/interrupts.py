@@ -54,6 +54,8 @@ INTERRUPTIONS = (
 
 def main() -> int:
     given = parser(__doc__).parse_args()
+    # A shell starts what it puts into the background with Ctrl-C ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     place = Workplace.make(given.folder)
     reference = place.folder / "undisturbed"
     if not reference.is_dir():
