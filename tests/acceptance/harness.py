@@ -77,7 +77,10 @@ class Workplace:
         fields = {"model.name_or_path": str(self.model), "dataset.files": [str(self.data)]} | SHORTENED | self.fields
         settings = [part for name, value in fields.items() for part in ("--set", f"{name}={json.dumps(value)}")]
         recipe = ROOT / "deployments" / "recipes" / "demo.yaml"
-        return launch(recipe, store, self.folder / f"{store.name}.log", self.environment(), *settings, *flags)
+        logs = self.folder / "logs"
+        logs.mkdir(exist_ok=True)
+        log = logs / f"{store.name}-{len(list(logs.iterdir())):03}.log"
+        return launch(recipe, store, log, self.environment(), *settings, *flags)
 
     def finish(self, store: Path, *flags: str) -> "Running":
         """A whole run; it must succeed."""
@@ -102,16 +105,13 @@ class Running:
     store: Path
     mark: str
     log: Path
-    offset: int
 
     def wait(self, timeout: float = RUN_SECONDS) -> int:
         return self.process.wait(timeout)
 
     def output(self) -> str:
         """What this run has printed so far."""
-        with open(self.log, "rb") as file:
-            file.seek(self.offset)
-            return file.read().decode(errors="replace")
+        return self.log.read_text(errors="replace")
 
     def printed(self) -> dict[str, str]:
         """Stage -> `computed` or `cached`, by the table at the end."""
@@ -169,10 +169,9 @@ class Running:
 
 
 def launch(recipe: Path, store: Path, log: Path, env: dict[str, str], *flags: str) -> Running:
-    """Start `mcaflow run` in a process group of its own; its output is appended to `log`."""
+    """Start `mcaflow run` in a process group of its own; its output goes to `log`."""
     mark = uuid.uuid4().hex
-    with open(log, "ab") as output:
-        offset = output.tell()
+    with open(log, "wb") as output:
         process = subprocess.Popen(
             [*_MCAFLOW, "run", str(recipe), "--store", str(store), *flags],
             env=env | {MARK: mark},
@@ -181,7 +180,7 @@ def launch(recipe: Path, store: Path, log: Path, env: dict[str, str], *flags: st
             stderr=output,
             process_group=0,
         )
-    return Running(process, store, mark, log, offset)
+    return Running(process, store, mark, log)
 
 
 class Complaint(Exception):
@@ -199,8 +198,8 @@ def artifacts(store: Path) -> dict[str, ArtifactRecord]:
 
 
 def digests(store: Path) -> dict[str, str]:
-    """Stage -> content digest of its newest artifact; of evaluate, whose content are times too, nothing."""
-    return {stage: record.digest for stage, record in artifacts(store).items() if stage != "evaluate"}
+    """Stage -> content digest of its newest artifact."""
+    return {stage: record.digest for stage, record in artifacts(store).items()}
 
 
 def newest_checkpoint(store: Path) -> int:

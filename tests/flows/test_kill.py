@@ -23,12 +23,12 @@ def test_killed_while_training_it_leaves_no_process_and_the_next_run_resumes_to_
     config = run.with_fields(training={"save_steps": 1})
     store = Path(config.store.path)
     shutil.rmtree(store / "train")
-    recipe, log = write_recipe(config), tmp_path / "run.log"
+    recipe = write_recipe(config)
     # Without a server: the temporary one is a process of the run too.
     env = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     env |= {"PREFECT_HOME": str(tmp_path / "prefect"), "COLUMNS": "200"}
 
-    killed = launch(recipe, store, log, env)
+    killed = launch(recipe, store, tmp_path / "killed.log", env)
     while not list(store.glob(".work/train-*/checkpoint-*/.record.json")):
         with suppress(subprocess.TimeoutExpired):
             raise AssertionError(f"ended with {killed.wait(0.02)} before it was killed:\n{killed.output()}")
@@ -37,7 +37,7 @@ def test_killed_while_training_it_leaves_no_process_and_the_next_run_resumes_to_
     killed.seconds_until_gone(limit=10)
     assert not (store / "train").exists()
 
-    resumed = launch(recipe, store, log, env)
+    resumed = launch(recipe, store, tmp_path / "resumed.log", env)
     assert resumed.wait() == 0, resumed.output()
     assert "resuming from" in resumed.output()
     assert resumed.printed() == dict.fromkeys(NODES, "cached") | {"train": "computed"}
