@@ -1,7 +1,8 @@
 """``mcaflow``: run a recipe, see what a run would do, and look into the store.
 
 Only the standard library and typer load at start; each command imports what it needs, so ``--help`` answers at once.
-Exit codes: 0 done; 1 a stage failed or damage was found; 2 something for the user to mend; 130 interrupted.
+Exit codes: 0 done; 1 a stage failed or damage was found; 2 something for the user to mend; 130 interrupted,
+143 terminated.
 """
 
 import json

@@ -2,10 +2,11 @@
 
 import json
 import os
+import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -40,6 +41,9 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
     from flows.preflight import check_recipe
 
     check_recipe(config)
+    # Prefect ends the stages at a SIGTERM and sends it once more; by default that would end the process on the spot,
+    # with the terminal's cursor hidden and nothing cleared away.
+    signal.signal(signal.SIGTERM, _terminated)
     for name, value in PREFECT_DEFAULTS.items():
         os.environ.setdefault(name, value)
     from flows.console import run_console
@@ -56,6 +60,10 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
         print(f"mcaflow: error: {error}", file=sys.stderr)
         sys.exit(1)
     _print_result(console, result)
+
+
+def _terminated(number: int, frame: object) -> NoReturn:
+    sys.exit(128 + number)
 
 
 def check_everything(recipe: Path, overrides: list[str]) -> None:

@@ -22,6 +22,7 @@ from tests.acceptance.harness import (
     artifacts,
     check,
     digests,
+    forget_steps,
     newest_checkpoint,
     parser,
     show,
@@ -77,6 +78,7 @@ def _takeover(place: Workplace, reference: Path) -> str:
         time.sleep(0.02)
     checkpoint = newest_checkpoint(store)
     first.signal(signal.SIGKILL)
+    forget_steps(store)
     killed = time.monotonic()
     check(second.await_stage("train", step=1), f"not taken over:\n{second.output()}")
     step = second.trained_steps()[0]

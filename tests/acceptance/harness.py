@@ -137,7 +137,7 @@ class Running:
         return False
 
     def trained_steps(self) -> list[int]:
-        """Steps that this attempt of `train` has reported; [0] before the first."""
+        """Steps that this attempt of `train` has reported; [0] before the first. See `forget_steps`."""
         for path in _glob(self.store / ".work", "train-*/logs/train.progress"):
             lines = path.read_text().splitlines() if path.exists() else []
             steps = [json.loads(line).get("step") for line in lines if line.endswith("}")]
@@ -206,6 +206,12 @@ def newest_checkpoint(store: Path) -> int:
     """Step of the newest checkpoint in the work folder of `train`, 0 without one."""
     names = [path.name for path in _glob(store / ".work", "train-*/checkpoint-*")]
     return max((int(name.partition("-")[2]) for name in names), default=0)
+
+
+def forget_steps(store: Path) -> None:
+    """Remove the report of a dead attempt at `train`, so that it is not taken for that of the next one."""
+    for path in _glob(store / ".work", "train-*/logs/train.progress"):
+        path.unlink(missing_ok=True)
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:

@@ -25,6 +25,7 @@ from tests.acceptance.harness import (
     Workplace,
     check,
     digests,
+    forget_steps,
     newest_checkpoint,
     parser,
     show,
@@ -85,6 +86,7 @@ def main() -> int:
 
 def _interrupt(place: Workplace, store: Path, what: Interruption, api: str) -> tuple[object, ...]:
     before = newest_checkpoint(store)
+    forget_steps(store)
     run = place.start(store)
     check(run.await_stage(what.stage, step=what.step), f"{what.stage} was not reached:\n{run.output()}")
     time.sleep(1.0)  # into the work of the child process

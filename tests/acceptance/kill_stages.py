@@ -24,6 +24,7 @@ from tests.acceptance.harness import (
     artifacts,
     check,
     digests,
+    forget_steps,
     newest_checkpoint,
     parser,
     show,
@@ -79,8 +80,11 @@ def main() -> int:
                 shutil.rmtree(store, ignore_errors=True)
             for stage in given.stage or STAGES:
                 _kill_often(place, store, stage, given, kills)
+            checkpoint = newest_checkpoint(store)
+            forget_steps(store)
             last = place.finish(store)
-            _check_resumed(last, kills)
+            if checkpoint:
+                _check_resumed(last, checkpoint)
         complaints = [f"{stage}: other content than undisturbed" for stage, digest in digests(store).items()
                       if digest != expected[stage]]  # fmt: skip
         check(not complaints, "; ".join(complaints))
@@ -112,11 +116,13 @@ def _kill_often(place: Workplace, store: Path, stage: str, given, kills: list[Ki
     while sum(stage in kill.stages for kill in kills) < given.kills:
         # Finished while another stage's turn was, or before the signal came: to be computed once more.
         shutil.rmtree(store / stage, ignore_errors=True)
+        checkpoint = newest_checkpoint(store)
+        forget_steps(store)
         run = place.start(store)
         check(run.await_stage(stage), f"{stage} was not reached:\n{run.output()}")
         began, delay = time.monotonic(), moments.uniform(0, span)
         if stage == "train" and moments.random() < WITHIN_STEPS:
-            run.await_stage(stage, step=newest_checkpoint(store) + moments.randint(1, 6))
+            run.await_stage(stage, step=checkpoint + moments.randint(1, 6))
             delay = time.monotonic() - began + moments.uniform(0, 1)
         while time.monotonic() - began < delay and run.computes(stage):
             time.sleep(0.02)
@@ -130,19 +136,18 @@ def _kill_often(place: Workplace, store: Path, stage: str, given, kills: list[Ki
         gone = run.seconds_until_gone()
         check(gone <= GONE_SECONDS, f"{stage}: processes lived on for {gone:.1f} s")
         check(not (complaint := place.verify(store)), f"{stage}: {complaint}")
-        if steps or stage != "train":
-            _check_resumed(run, kills)
+        if checkpoint and (steps or stage not in ("dataset", "convert", "train")):
+            _check_resumed(run, checkpoint)
         if hit := tuple(each for each in hit if not (store / each).is_dir()):
             kills.append(Kill(hit, after, len(family), gone, newest_checkpoint(store), steps or None))
             print(kills[-1], flush=True)
 
 
-def _check_resumed(run: Running, kills: list[Kill]) -> None:
-    """After a kill during training, `run` has gone on from the checkpoint that there was."""
-    if kills and "train" in kills[-1].stages and (checkpoint := kills[-1].checkpoint):
-        found = re.search(r"resuming from \S*checkpoint-(\d+)", run.output())
-        steps = run.trained_steps()[0], int(found[1]) + 1 if found else 0  # a killed run may not have said so yet
-        check(checkpoint + 1 in steps, f"training began at step {max(steps)}, checkpoint {checkpoint}:\n{run.output()}")
+def _check_resumed(run: Running, checkpoint: int) -> None:
+    """The run has gone on from the checkpoint that there was."""
+    found = re.search(r"resuming from \S*checkpoint-(\d+)", run.output())
+    steps = run.trained_steps()[0], int(found[1]) + 1 if found else 0  # a killed run may not have said so yet
+    check(checkpoint + 1 in steps, f"training began at step {max(steps)}, checkpoint {checkpoint}:\n{run.output()}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`kill -9` of `mcaflow run`: nothing outlives it, nothing half is left, and the next run goes on.
+"""`mcaflow run`, killed or terminated while it trains: nothing outlives it, nothing half is left, the next run goes on.
 
-`tests/acceptance/kill_stages.py` does the same in every stage, at random moments.
+`tests/acceptance/kill_stages.py` and `interrupts.py` do the same in every stage, at random moments.
 """
 
 import os
@@ -11,34 +11,53 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+
 from flows.graph import NODES
 from flows.recipe import PipelineConfig
-from tests.acceptance.harness import artifacts, launch
+from tests.acceptance.harness import Running, artifacts, launch, newest_checkpoint
 from tests.flows.finished import Run
 
 
-def test_killed_while_training_it_leaves_no_process_and_the_next_run_resumes_to_the_same_bits(
-    run: Run, write_recipe: Callable[[PipelineConfig], Path], tmp_path: Path
-):
-    config = run.with_fields(training={"save_steps": 1})
+@pytest.fixture
+def start(run: Run, write_recipe: Callable[[PipelineConfig], Path], tmp_path: Path) -> Callable[[], Running]:
+    """Start the command line on a store in which all is there but the training; a checkpoint after every step."""
+    config = run.with_fields(training={"save_steps": 1, "save_total_limit": 9})
     store = Path(config.store.path)
     shutil.rmtree(store / "train")
     recipe = write_recipe(config)
     # Without a server: the temporary one is a process of the run too.
     env = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
     env |= {"PREFECT_HOME": str(tmp_path / "prefect"), "COLUMNS": "200"}
+    logs = iter(tmp_path / f"{number}.log" for number in range(9))
+    return lambda: launch(recipe, store, next(logs), env)
 
-    killed = launch(recipe, store, tmp_path / "killed.log", env)
-    while not list(store.glob(".work/train-*/checkpoint-*/.record.json")):
+
+def await_checkpoint(running: Running) -> None:
+    while not newest_checkpoint(running.store):
         with suppress(subprocess.TimeoutExpired):
-            raise AssertionError(f"ended with {killed.wait(0.02)} before it was killed:\n{killed.output()}")
+            raise AssertionError(f"ended with {running.wait(0.02)} before there was one:\n{running.output()}")
+
+
+def test_killed_it_leaves_no_process_and_the_next_run_resumes_to_the_same_bits(run: Run, start: Callable[[], Running]):
+    killed = start()
+    await_checkpoint(killed)
     assert len(killed.family()) >= 5, "the flow, its server, torchrun and two ranks"
     killed.signal(signal.SIGKILL)
     killed.seconds_until_gone(limit=10)
-    assert not (store / "train").exists()
+    assert not (killed.store / "train").exists()
 
-    resumed = launch(recipe, store, tmp_path / "resumed.log", env)
+    resumed = start()
     assert resumed.wait() == 0, resumed.output()
     assert "resuming from" in resumed.output()
     assert resumed.printed() == dict.fromkeys(NODES, "cached") | {"train": "computed"}
-    assert artifacts(store)["train"].digest == run.result.outcomes["train"].artifact.digest
+    assert artifacts(resumed.store)["train"].digest == run.result.outcomes["train"].artifact.digest
+
+
+def test_terminated_it_saves_a_checkpoint_and_leaves_no_process(start: Callable[[], Running]):
+    terminated = start()
+    await_checkpoint(terminated)
+    terminated.signal(signal.SIGTERM)
+    assert terminated.wait() == 128 + signal.SIGTERM
+    terminated.seconds_until_gone(limit=10)
+    assert newest_checkpoint(terminated.store) >= terminated.trained_steps()[-1]
