@@ -80,7 +80,7 @@ def main() -> int:
                 shutil.rmtree(store, ignore_errors=True)
             for stage in given.stage or STAGES:
                 _kill_often(place, store, stage, given, kills)
-            checkpoint = newest_checkpoint(store)
+            checkpoint = _to_resume(store)
             forget_steps(store)
             last = place.finish(store)
             if checkpoint:
@@ -116,7 +116,7 @@ def _kill_often(place: Workplace, store: Path, stage: str, given, kills: list[Ki
     while sum(stage in kill.stages for kill in kills) < given.kills:
         # Finished while another stage's turn was, or before the signal came: to be computed once more.
         shutil.rmtree(store / stage, ignore_errors=True)
-        checkpoint = newest_checkpoint(store)
+        checkpoint = _to_resume(store)
         forget_steps(store)
         run = place.start(store)
         check(run.await_stage(stage), f"{stage} was not reached:\n{run.output()}")
@@ -141,6 +141,11 @@ def _kill_often(place: Workplace, store: Path, stage: str, given, kills: list[Ki
         if hit := tuple(each for each in hit if not (store / each).is_dir()):
             kills.append(Kill(hit, after, len(family), gone, newest_checkpoint(store), steps or None))
             print(kills[-1], flush=True)
+
+
+def _to_resume(store: Path) -> int:
+    """Step of the checkpoint that training has to go on from; 0 without one, and where it was at its end."""
+    return 0 if list(store.glob(".work/train-*/train_result.json")) else newest_checkpoint(store)
 
 
 def _check_resumed(run: Running, checkpoint: int) -> None:
