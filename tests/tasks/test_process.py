@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -52,9 +53,18 @@ def assert_gone(pids: Path, seconds: float = 10.0) -> None:
     """Every process of the family is dead, at the latest after some seconds."""
     family = [int(pid) for pid in pids.read_text().split()]
     assert len(family) == 3
-    alive = [psutil.Process(pid) for pid in family if psutil.pid_exists(pid)]
-    _, left = psutil.wait_procs(alive, timeout=seconds)
-    assert [process for process in left if process.status() != psutil.STATUS_ZOMBIE] == []
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in family if is_running(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """False for a process that is gone, or dead and not yet collected."""
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Interrupt:
@@ -99,8 +109,8 @@ def test_progress_arrives_and_a_broken_line_does_not(log: Path) -> None:
 
 def test_environment_and_folder_reach_the_child(log: Path, tmp_path: Path) -> None:
     code = "import os; print(os.environ['EXTRA'], os.environ['MCAFLOW_TAG'], os.getcwd())"
-    run(code, log, env={"EXTRA": "yes"}, cwd=tmp_path, tag="some-tag")
-    assert log.read_text() == f"yes some-tag {tmp_path}\n"
+    run(code, log, env={"EXTRA": "yes"}, cwd=tmp_path)
+    assert log.read_text() == f"yes test-{log} {tmp_path}\n"
 
 
 def test_status_and_end_of_the_log_are_in_the_error(log: Path) -> None:
@@ -117,7 +127,7 @@ def test_signal_is_named_in_the_error(log: Path) -> None:
 
 def test_missing_program_is_an_error(log: Path) -> None:
     with pytest.raises(CommandFailed, match="exit status 127") as caught:
-        run_command(["/no/such/program"], tag="test", log_path=log)
+        run_command(["/no/such/program"], tag=f"test-{log}", log_path=log)
     assert "No such file" in str(caught.value)
 
 
