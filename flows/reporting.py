@@ -66,8 +66,9 @@ class StageReporter:
 
     def failed(self, error: BaseException) -> None:
         """The stage has no artifact; stages beside it may still go on."""
+        stopped = not isinstance(error, Exception)  # by Ctrl-C, SIGTERM, or because a stage beside it failed
         if self._console:
-            self._console.finished(self._stage, f"failed    {type(error).__name__}")
+            self._console.finished(self._stage, "stopped" if stopped else f"failed    {type(error).__name__}")
 
     def _show_started(self) -> None:
         if self._console and not self._started:
