@@ -4,7 +4,7 @@
 
 two, three    started at the same moment on an empty store
 late          the second is started while the first trains
-takeover      the second waits for the training of the first, which is killed; it goes on from the checkpoint
+takeover      one of two waits for the training of the other, which is killed; it goes on from the checkpoint
 """
 
 import shutil
@@ -70,12 +70,12 @@ def _late(place: Workplace, reference: Path) -> str:
 
 def _takeover(place: Workplace, reference: Path) -> str:
     store = _before_training(place, reference, "takeover")
-    first = place.start(store)
-    check(first.await_stage("train", step=1), f"no training:\n{first.output()}")
-    second = place.start(store)
-    while "waiting for train" not in second.output() or not newest_checkpoint(store):
-        check(first.process.poll() is None, f"the first run ended too early:\n{second.output()}")
+    runs = [place.start(store), place.start(store)]
+    while not (waiting := [run for run in runs if "waiting for train" in run.output()]) or not newest_checkpoint(store):
+        check(all(run.process.poll() is None for run in runs), f"a run ended too early:\n{runs[0].output()}")
         time.sleep(0.02)
+    second = waiting[0]
+    first = runs[1 - runs.index(second)]
     checkpoint = newest_checkpoint(store)
     first.signal(signal.SIGKILL)
     forget_steps(store)
