@@ -109,9 +109,6 @@ def main() -> None:
     except UserError as error:
         print(f"mcaflow: error: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("mcaflow: interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 def _with_store(overrides: list[str] | None, store: Path | None) -> list[str]:

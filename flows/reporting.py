@@ -47,7 +47,6 @@ class StageReporter:
 
     def info(self, text: str) -> None:
         """Something worth knowing."""
-        self._show_started()
         self._logger.info(text)
         if self._console:
             self._console.line(f"{self._stage:<9} {text}")

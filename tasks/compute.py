@@ -46,6 +46,7 @@ def compute(
         staging, work = _folders(store, stage, key, lease)
     context = StageContext(staging, work, report, store, tag, check)
     began, clock = time.time(), time.monotonic()
+    report.progress(0, None)  # it has begun; some stages say nothing for a while
     try:
         with store.guard("cannot be written", denials=False):
             produced = stage.produce(context)

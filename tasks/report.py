@@ -8,7 +8,10 @@ class Reporter(Protocol):
     """Receives what a stage has to say. Called from the thread that runs the stage."""
 
     def progress(self, done: float, total: float | None, **metrics: Any) -> None:
-        """`done` of `total` units; `metrics` such as loss, tokens_per_second, unit."""
+        """`done` of `total` units, None when unknown; `metrics` such as loss, tokens_per_second, unit.
+
+        The first call, 0 of None, says that the stage has begun to compute.
+        """
 
     def info(self, text: str) -> None:
         """One line worth reading."""
