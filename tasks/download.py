@@ -21,7 +21,7 @@ from tasks.canonical import JSON, blake3_hex, canonical_json
 from tasks.contract import Produced, Stage, StageContext
 from tasks.jobs import run_job
 from tasks.links import link
-from tasks.model_files import Groups, check_model_files, select
+from tasks.model_files import Groups, check_model_files, refuse_adapter, select
 from tasks.record import FileEntry
 from tasks.report import Reporter
 from tasks.section import Section
@@ -129,6 +129,7 @@ class DownloadStage(Stage):
         patterns = ["*", "additional_chat_templates/*", *(["**/*.py"] if self.config.trust_remote_code else [])]
         found = {path for pattern in patterns for path in root.glob(pattern) if path.is_file()}
         names = [str(path.relative_to(root)) for path in found]
+        refuse_adapter(names, f"model.name_or_path: {root}")
         groups = self._select(names)
         check_model_files(root, groups)
         cache = store.statcache.folder(root)

@@ -27,11 +27,16 @@ _SHARDS = {
     _SAFETENSORS_INDEX: re.compile(r"model-\d+-of-\d+\.safetensors"),
     _PICKLE_INDEX: re.compile(r"pytorch_model-\d+-of-\d+\.bin"),
 }
+# Also what transformers looks for by itself: any `*.model`, `tekken.json`, a `tokenizer.<version>.json`.
 _TOKENIZER = re.compile(
-    r"tokenizer\.(json|model)|tokenizer_config\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)"
-    r"|merges\.txt|spiece\.model|sentencepiece\.bpe\.model|[\w.-]+\.tiktoken|chat_template\.(jinja|json)"
+    r"tokenizer[\w.-]*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json"
+    r"|[\w.-]+\.model(\.v\d+)?|[\w.-]+\.tiktoken|chat_template\.(jinja|json)"
     r"|additional_chat_templates/[\w.-]+\.jinja"
 )
+# transformers would apply these by itself, whatever the other files say.
+_ADAPTER = re.compile(r"adapter_config\.json|adapter_model(-[\w-]+)?\.(safetensors|bin)(\.index\.json)?")
+# Fields of config.json by which transformers reads other files than those of the table above.
+_REDIRECTS = ("configuration_files", "transformers_weights")
 _PYTHON = re.compile(r"([\w-]+/)*[\w-]+\.py")
 # Larger headers are a sign of a file that is not safetensors at all.
 _MAX_HEADER = 100 << 20
@@ -55,6 +60,15 @@ def select(names: Iterable[str], where: str, *, allow_pickle: bool, trust_remote
     }
 
 
+def refuse_adapter(names: Iterable[str], where: str) -> None:
+    """Raise ModelError when a local directory holds a PEFT adapter; of a hub's repository it is not downloaded."""
+    if adapter := sorted(name for name in names if _ADAPTER.fullmatch(name)):
+        raise ModelError(
+            f"{where}: holds a PEFT adapter ({', '.join(adapter[:3])}), which transformers would apply by itself; "
+            "merge it into the weights first, or move these files elsewhere"
+        )
+
+
 def _weights(present: set[str], where: str, allow_pickle: bool) -> list[str]:
     """The file names that transformers would load, in its order of preference."""
     pickles = [(_PICKLE, _PICKLE_INDEX)]
@@ -76,6 +90,9 @@ def check_model_files(root: Path, groups: Groups) -> None:
     config = _read_json(root / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{root}/config.json: no model_type; not a model in Hugging Face format")
+    for field in _REDIRECTS:
+        if config.get(field) is not None:
+            raise ModelError(f"{root}/config.json: {field} names other files to be read instead; remove the field")
     tensors: dict[str, set[str]] = {}
     for name in groups["weights"]:
         if name.endswith(".safetensors"):

@@ -95,11 +95,12 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 
 def _files(directory: Path) -> dict[Path, set[str] | None]:
     """Weight files and the names that the index puts into each (None: there is no index)."""
+    # In transformers' order, which is also that of `tasks.model_files`: the single file goes before an index.
     for single, index in ((SINGLE_FILE, INDEX_FILE), (PICKLE_FILE, PICKLE_INDEX)):
-        if (directory / index).is_file():
-            return _indexed(directory, index)
         if (directory / single).is_file():
             return {directory / single: None}
+        if (directory / index).is_file():
+            return _indexed(directory, index)
     raise ModelError(f"{directory}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}")
 
 

@@ -135,6 +135,8 @@ def test_copy_of_a_local_directory_is_a_hit_that_is_used_where_it_lies(store: Ar
         (lambda m: (m / "model.safetensors").unlink(), "no weights"),
         (lambda m: (m / "model.safetensors").rename(m / "pytorch_model.bin"), "model.allow_pickle=true"),
         (lambda m: os.truncate(m / "model.safetensors", 1000), "model.safetensors: 1000 bytes instead of"),
+        (lambda m: (m / "adapter_config.json").write_text("{}"), r"PEFT adapter \(adapter_config.json\).* merge it"),
+        (lambda m: (m / "adapter_model.safetensors").write_text(""), r"PEFT adapter \(adapter_model.safetensors\)"),
         (lambda m: os.truncate(m / "model.safetensors", 5), "model.safetensors: not a whole safetensors file"),
     ],
 )
@@ -284,6 +286,11 @@ def test_python_files_come_only_with_trust(store: ArtifactStore, hub: LoopbackHu
     hub.push(REPO, model() | {"modeling_tiny.py": b"pass"})
     assert not (download(store).artifact.path / "modeling_tiny.py").exists()
     assert (download(store, trust_remote_code=True).artifact.path / "modeling_tiny.py").exists()
+
+
+def test_adapter_in_a_repository_is_not_downloaded(store: ArtifactStore, hub: LoopbackHub) -> None:
+    hub.push(REPO, model() | {"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
+    assert not list(download(store).artifact.path.glob("adapter*"))
 
 
 def test_full_disk_is_noticed_before_the_download(

@@ -20,7 +20,8 @@ def chosen(*names: str, allow_pickle: bool = False, trust_remote_code: bool = Fa
 def test_files_are_grouped_and_the_rest_is_left_alone() -> None:
     tokenizer = [
         "added_tokens.json", "additional_chat_templates/tools.jinja", "chat_template.jinja", "merges.txt",
-        "special_tokens_map.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json",
+        "special_tokens_map.json", "spm.model", "tekken.json", "tokenizer.4.0.json", "tokenizer.json",
+        "tokenizer.model", "tokenizer.model.v3", "tokenizer_config.json", "vocab.json",
     ]  # fmt: skip
     others = ["README.md", "onnx/model.onnx", "consolidated.safetensors", "optimizer.pt", "x/tokenizer.json", "a.py"]
     assert chosen(*BASE, *tokenizer, "generation_config.json", *others) == {
@@ -35,6 +36,10 @@ def test_files_are_grouped_and_the_rest_is_left_alone() -> None:
     ("names", "weights"),
     [
         (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+        (
+            ["model.safetensors", "model.safetensors.index.json", "model-00001-of-00001.safetensors"],
+            ["model.safetensors"],
+        ),
         (
             ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
             ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
@@ -116,6 +121,14 @@ def test_whole_safetensors_file_lists_its_tensors(tmp_path: Path) -> None:
     assert safetensors_names(path) == {"a", "b"}
     path.write_bytes(header({"__metadata__": {"format": "pt"}}))
     assert safetensors_names(path) == set()
+
+
+@pytest.mark.parametrize("field", ["configuration_files", "transformers_weights"])
+def test_config_that_names_other_files_is_refused(tmp_path: Path, field: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", field: "other.safetensors"}))
+    (tmp_path / "model.safetensors").write_bytes(safetensors({"a": 3}))
+    with pytest.raises(ModelError, match=rf"config\.json: {field} names other files"):
+        check_model_files(tmp_path, chosen(*BASE))
 
 
 def sharded(folder: Path, weight_map: dict[str, str]) -> Groups:

@@ -32,6 +32,14 @@ def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
     assert torch.equal(HfSource(tmp_path).slice("b")[:], TENSORS["b"])
 
 
+def test_single_file_goes_before_an_index(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    save_file({"a": torch.zeros(1)}, tmp_path / SINGLE_FILE)
+    source = HfSource(tmp_path)
+    assert {name: info.shape for name, info in source.tensors.items()} == {"a": (1,)}
+    assert source.slice("a")[:].item() == 0
+
+
 def test_pickled_checkpoint_is_read_too(tmp_path: Path) -> None:
     torch.save(TENSORS, tmp_path / PICKLE_FILE)
     source = HfSource(tmp_path)
