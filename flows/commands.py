@@ -184,14 +184,19 @@ def _print_result(console: Console, result: "PipelineResult") -> None:
         stages.add_row(name, mark, f"{outcome.seconds:.1f}", f"{name}/{outcome.artifact.key[:12]}")
     console.print()
     console.print(stages)
-    from flows.report import evaluation_rows
+    from flows.report import evaluation_note, evaluation_rows, is_worse
 
-    heading, *rows = evaluation_rows(result.outcomes["evaluate"].artifact)
+    evaluation = result.outcomes["evaluate"].artifact
+    heading, *rows = evaluation_rows(evaluation)
     table = Table(*heading, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     console.print()
-    console.print(table)
+    if rows:
+        console.print(table)
+    console.print(evaluation_note(evaluation), style="dim")
+    if is_worse(evaluation):
+        console.print("warning: the trained model is worse than the base model on held-out rows", style="yellow")
     console.print()
     console.print(f"model: {result.outcomes['export'].artifact.path}", highlight=False, soft_wrap=True)
 

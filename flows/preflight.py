@@ -2,21 +2,23 @@
 
 check_recipe     the recipe alone: store, template, files, a local model directory; milliseconds
 check_data       every row of the data, unless the store has the tokenized data set already
-check_model      the model's config.json against the recipe; for a model of a hub right after the download
+check_model      the model's config.json and headers against the recipe; for a model of a hub right after the download
 check_space      room in the store for what the run is going to write
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 from flows.plan import make_plan
 from flows.recipe import PipelineConfig
+from mca_lib.converter.headers import check_weights
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.rows import validate_sources
 from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError, ModelError
-from mca_lib.models.registry import check_hf_config, check_layout
+from mca_lib.models.registry import check_hf_config, check_layout, config_from_hf
 from tasks.store import ArtifactStore
 
 # Bytes that a stage writes per byte of the model's weights; checkpoints of training are counted in `check_space`.
@@ -28,26 +30,34 @@ _CHECKPOINT_PER_WEIGHT = 7.0
 def check_recipe(config: PipelineConfig) -> None:
     """Raise a UserError for a store, a data file, a template or a local model that cannot be used."""
     _check_features(config)
-    ArtifactStore(config.store.path).require_writable()
+    _check_ranks(config)
+    ArtifactStore(config.store.path)
     if config.dataset.template is not None:
         check_template(config.dataset.template)
     resolve_sources(config.dataset, config.training.stage)
     local = Path(config.model.name_or_path).expanduser()
-    if config.model.source == "local" or (config.model.source == "auto" and local.is_dir()):
+    if config.model.source == "local" or (config.model.source == "auto" and os.path.isdir(local)):
         check_model(config, local)
 
 
 def check_data(config: PipelineConfig) -> None:
-    """Raise a DataError when too many rows are unusable. Reads the files only if the data set must be made."""
-    verdicts = {row.stage: row.verdict for row in make_plan(config, ArtifactStore(config.store.path))}
+    """Raise a UserError when too many rows are unusable, or the store cannot take what has to be computed.
+
+    A run that finds everything needs no write access, and does not read the data.
+    """
+    store = ArtifactStore(config.store.path)
+    verdicts = {row.stage: row.verdict for row in make_plan(config, store)}
+    if set(verdicts.values()) != {"hit"}:
+        store.require_writable()
     if verdicts["dataset"] != "hit":
         validate_sources(config.dataset, config.training.stage)
 
 
 def check_model(config: PipelineConfig, model_dir: Path) -> None:
-    """Raise a UserError when this model cannot be trained by this recipe: family, layout, length."""
+    """Raise a UserError when this model cannot be trained by this recipe: family, weights, layout, length."""
     hf_config = _read_config(model_dir)
     check_hf_config(hf_config)
+    check_weights(config_from_hf(hf_config), model_dir)
     check_layout(hf_config, config.parallel)
     positions = hf_config.get("max_position_embeddings")
     if isinstance(positions, int) and config.dataset.cutoff_len > positions:
@@ -73,6 +83,8 @@ def _check_features(config: PipelineConfig) -> None:
     training = config.training
     if training.stage == "dpo":
         raise ConfigError("training.stage: dpo is not available in this release; use sft or pt")
+    if config.model.trust_remote_code:
+        raise ConfigError("model.trust_remote_code: not available in this release; use false")
     if training.finetuning_type == "lora":
         raise ConfigError("training.finetuning_type: lora is not available in this release; use full")
     if not training.use_mca:
@@ -81,6 +93,13 @@ def _check_features(config: PipelineConfig) -> None:
         raise ConfigError("checkpoint.kind: hybrid is not available in this release; use gpt")
     if config.parallel.expert > 1:
         raise ConfigError("parallel.expert: no supported model has experts; use 1")
+
+
+def _check_ranks(config: PipelineConfig) -> None:
+    """Many more ranks than cores never end; eight a core is beyond any use."""
+    ranks, cores = config.launcher.nproc_per_node, os.cpu_count() or 1
+    if ranks > 8 * cores:
+        raise ConfigError(f"launcher.nproc_per_node: {ranks} ranks are too many for a machine with {cores} CPU cores")
 
 
 def _read_config(model_dir: Path) -> dict[str, Any]:

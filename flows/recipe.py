@@ -45,6 +45,13 @@ class PipelineConfig(Section):
     launcher: LauncherConfig = LauncherConfig()
     store: StoreConfig = StoreConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_sections_are_defaults(cls, content: Any) -> Any:
+        if not isinstance(content, dict):
+            return content
+        return {name: value for name, value in content.items() if value is not None or name not in cls.model_fields}
+
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         for problem in _contradictions(self):
@@ -64,6 +71,8 @@ def _contradictions(config: PipelineConfig):
         yield "dataset.template: required for training.stage sft; the chat template's name, for instance qwen"
     if training.stage == "sft" and dataset.files and dataset.formatting == "text":
         yield "dataset.formatting: text has no answers to learn; use training.stage pt, or alpaca or sharegpt rows"
+    if training.max_steps == 0:
+        yield "training.max_steps: 0 steps train nothing; use -1 to derive them from training.num_train_epochs"
     if training.min_learning_rate > training.learning_rate:
         yield "training.min_learning_rate: greater than training.learning_rate"
     yield from _layout_contradictions(config)
@@ -89,6 +98,19 @@ def _layout_contradictions(config: PipelineConfig):
         yield "parallel.virtual_pipeline: needs parallel.pipeline of at least 2"
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """YAML's safe subset, in which a key that stands twice in one mapping is an error, not a silent replacement."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        twice = next((key for key in keys if keys.count(key) > 1), None)
+        if twice is not None:
+            raise yaml.YAMLError(
+                f"{twice!r} stands twice in the mapping that starts in line {node.start_mark.line + 1}"
+            )
+        return super().construct_mapping(node, deep)
+
+
 def load_recipe(path: Path | str, overrides: list[str] | None = None) -> PipelineConfig:
     """Read a YAML recipe and apply overrides such as ``training.learning_rate=1e-5``.
 
@@ -97,7 +119,7 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Pipelin
     """
     path = Path(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except FileNotFoundError:
         raise ConfigError(f"recipe {path}: no such file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -120,7 +142,7 @@ def _apply_override(content: dict[str, Any], override: str) -> None:
     if not separator or not all(keys):
         raise ConfigError(f"--set {override}: expected section.field=value")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError:
         raise ConfigError(f"--set {override}: the value is not valid YAML; quote it") from None
     parent = content

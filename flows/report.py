@@ -47,6 +47,12 @@ def evaluation_note(artifact: Artifact) -> str:
     return metrics["note"] or f"{metrics['documents']} held-out rows, {metrics['tokens']} tokens with loss"
 
 
+def is_worse(artifact: Artifact) -> bool:
+    """The held-out loss has risen: a learning rate too high, or rows too few."""
+    change = _metrics(artifact)["difference"]
+    return bool(change) and change["loss"] > 0
+
+
 def evaluation_samples(artifact: Artifact) -> list[dict[str, Any]]:
     """Sample generations: ``prompt``, ``reference`` and ``answers`` by model."""
     lines = (artifact.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()

@@ -1,17 +1,21 @@
-"""The temporary Prefect server of a run that no server is configured for.
+"""The Prefect server of a run: the configured one, or a temporary one of its own.
 
-Prefect would start one by itself, with three flaws (3.9): it outlives a run that is killed; Ctrl-C in a terminal
-reaches it as well, so that the run can no longer tell it how it ended; and it has 20 seconds to start, which a busy
-machine does not make.
+Prefect would start a temporary one by itself, with three flaws (3.9): it outlives a run that is killed; Ctrl-C in a
+terminal reaches it as well, so that the run can no longer tell it how it ended; and it has 20 seconds to start, which
+a busy machine does not make.
 """
 
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+import httpx
 from prefect.client.base import ServerType, determine_server_type
 from prefect.server.api.server import SubprocessASGIServer
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME
 
+from mca_lib.errors import ConfigError
 from tasks import guardian
 
 STARTUP_SECONDS = 180
@@ -33,9 +37,41 @@ class TemporaryServer(SubprocessASGIServer):
 
 
 def provide_server() -> None:
-    """Start the temporary server if one is needed; it ends with this process.
+    """Make sure that a Prefect server answers: the configured one, or a temporary one that ends with this process.
 
     To be called in the main thread: the guardian's parent is a thread. Prefect finds the instance in its own registry.
+
+    Raises:
+        ConfigError: the configured server does not answer, or a temporary one cannot run here.
     """
-    if determine_server_type() == ServerType.EPHEMERAL:
+    if determine_server_type() != ServerType.EPHEMERAL:
+        _require_answer(PREFECT_API_URL.value())
+        return
+    _require_writable(PREFECT_HOME.value())
+    try:
         TemporaryServer().start(timeout=STARTUP_SECONDS)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"Prefect's temporary server did not start ({error}); see PREFECT_HOME={PREFECT_HOME.value()}, or start a "
+            "server (prefect server start) and name it in PREFECT_API_URL"
+        ) from error
+
+
+def _require_answer(url: str | None) -> None:
+    try:
+        httpx.get(f"{url}/health", timeout=10)
+    except httpx.HTTPError as error:
+        raise ConfigError(
+            f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it (prefect server start), or unset "
+            "the variable to run with a temporary one"
+        ) from None
+
+
+def _require_writable(home: Path) -> None:
+    probe = home / f".mcaflow-{os.getpid()}"
+    try:
+        home.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(bytes(4096))
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"PREFECT_HOME: Prefect cannot write its database into {home}: {error.strerror}") from None

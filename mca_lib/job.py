@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         outcome, code = _failure(error, kind="user"), 2
     except OSError as error:
-        resource = disk_error(error)
+        resource = disk_error(error, f"the output of the job {arguments.name}")
         outcome, code = (_failure(resource, kind="user"), 2) if resource else (_failure(error, kind="internal"), 1)
     except Exception as error:
         outcome, code = _failure(error, kind="internal"), 1
@@ -72,7 +72,7 @@ def progress_writer() -> Progress:
     return progress
 
 
-def disk_error(error: OSError) -> ResourceError | None:
+def disk_error(error: OSError, what: str = "a file") -> ResourceError | None:
     """The user's view of a disk that is full, over quota or read-only; None for any other error."""
     reasons = {
         errno.ENOSPC: "no space left on the disk",
@@ -81,8 +81,8 @@ def disk_error(error: OSError) -> ResourceError | None:
     }
     if error.errno not in reasons:
         return None
-    where = f" while writing {error.filename}" if error.filename else ""
-    return ResourceError(f"{reasons[error.errno]}{where}; free space or choose another store.path, then run again")
+    reason = f"{reasons[error.errno]} while writing {error.filename or what}"
+    return ResourceError(f"{reason}; free space or choose another store.path, then run again")
 
 
 def _function(name: str) -> Callable[[dict[str, Any], Progress], dict[str, Any]]:

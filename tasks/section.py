@@ -5,9 +5,9 @@ its type says ``Execution[...]`` (where and how it runs: never part of a key). T
 that someone forgot to mark costs a recomputation, never a stale result.
 """
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class _ExecutionMark:
@@ -31,6 +31,13 @@ class Section(BaseModel):
         extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, bool) and not _takes_bool(cls.model_fields[info.field_name].annotation):
+            raise ValueError(f"{str(value).lower()} is not a value for this field")
+        return value
+
     def identity(self) -> dict[str, Any]:
         """Fields that decide the bytes of the output, JSON-ready."""
         return self._select(execution=False)
@@ -42,3 +49,7 @@ class Section(BaseModel):
     def _select(self, *, execution: bool) -> dict[str, Any]:
         names = {n for n, f in type(self).model_fields.items() if (EXECUTION in f.metadata) == execution}
         return self.model_dump(mode="json", include=names)
+
+
+def _takes_bool(annotation: Any) -> bool:
+    return annotation in (bool, Any) or any(_takes_bool(part) for part in get_args(annotation))

@@ -78,13 +78,24 @@ class ArtifactStore:
             StoreError: the path is not a directory, cannot be created, or (`create=False`) does not exist.
         """
         self.root = Path(root).expanduser().absolute()
+        try:
+            self.root.stat()
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as error:
+            raise StoreError(f"{root!s}: cannot be a store ({error}); name another folder (store.path)") from None
         if self.root.exists() and not self.root.is_dir():
             raise StoreError(f"{self.root}: not a directory, so not a store; name another folder (store.path)")
         if not self.root.exists():
             if not create:
                 raise StoreError(f"{self.root}: there is no artifact store; run a recipe first, or name another folder")
             with self.guard("cannot be created"):
-                self.root.mkdir(parents=True, exist_ok=True)
+                try:
+                    self.root.mkdir(parents=True, exist_ok=True)
+                except FileNotFoundError as error:  # a file system of the kernel, such as /proc
+                    raise StoreError(
+                        f"{self.root}: cannot be created ({error.strerror}); name another folder"
+                    ) from None
         self.statcache = StatCache(self.root / ".statcache")
 
     # -- layout -----------------------------------------------------------------------------------------------

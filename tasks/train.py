@@ -47,8 +47,8 @@ class TrainingConfig(Section):
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Execution[PositiveInt] = 1
     """Sequences per forward pass of one data-parallel rank."""
-    num_train_epochs: float = Field(default=1.0, gt=0)
-    max_steps: int = Field(default=-1, ge=-1)
+    num_train_epochs: float = Field(default=1.0, gt=0, le=1e6)
+    max_steps: int = Field(default=-1, ge=-1, le=10**9)
     """Optimizer steps; -1 derives them from `num_train_epochs`."""
     learning_rate: float = Field(default=1e-5, gt=0, le=1.0)
     min_learning_rate: float = Field(default=0.0, ge=0)
@@ -89,7 +89,7 @@ class ParallelConfig(Section):
 class LauncherConfig(Section):
     """How the ranks are started; execution throughout."""
 
-    nproc_per_node: Execution[PositiveInt] = 1
+    nproc_per_node: Execution[int] = Field(default=1, ge=1, le=1024)
     """Ranks on this machine; data parallelism is what TP × PP × CP leaves of them."""
     omp_num_threads: Execution[PositiveInt] = 1
     max_restarts: Execution[NonNegativeInt] = 0

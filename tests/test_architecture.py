@@ -61,3 +61,15 @@ def test_light_modules_stay_light(statement: str, absent: set[str]):
     code = f"{statement}\nimport sys; print(*(set({sorted(absent)!r}) & set(sys.modules)))"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert run.stdout.split() == []
+
+
+def test_nothing_is_unpickled():
+    """A pickle runs the code of whoever wrote it; a store may be shared."""
+    calls = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for package in NEVER
+        for path in sources(package)
+        for word in ("weights_only=False", "pickle.load", "import pickle")
+        if word in path.read_text(encoding="utf-8")
+    ]
+    assert calls == []

@@ -100,7 +100,7 @@ def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
         engine.optimizer.load_state_dict(loaded["optimizer"])
     engine.scheduler.step(increment=state.step)
     if state.layout == layout(engine):
-        _restore_rng(torch.load(path / f"rng_{dist.get_rank()}.pt", weights_only=False))
+        _restore_rng(torch.load(path / f"rng_{dist.get_rank()}.pt", weights_only=True))
     else:
         seed_rank(seed + state.step)
     return state
@@ -154,9 +154,11 @@ def _check_run(path: Path, run: dict[str, Any]) -> None:
 
 
 def _rng_state() -> dict[str, Any]:
+    """Tensors, numbers and text only: it is read with `weights_only`, and runs no code of whoever wrote it."""
+    generator, keys, *rest = np.random.get_state()
     state = {
         "python": random.getstate(),
-        "numpy": np.random.get_state(),
+        "numpy": (generator, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "tracker": get_cuda_rng_tracker().get_states(),
     }
@@ -167,7 +169,8 @@ def _rng_state() -> dict[str, Any]:
 
 def _restore_rng(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    generator, keys, *rest = state["numpy"]
+    np.random.set_state((generator, np.array(keys, dtype=np.uint32), *rest))
     torch.set_rng_state(state["torch"])
     get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available():

@@ -133,6 +133,27 @@ def test_bad_input_is_one_line_and_exit_code_2(workspace: Workspace, case: str):
     assert len(run.stderr.splitlines()) == 1
 
 
+STORES = {
+    "a name that is too long": "x" * 300,
+    "a file": "recipe.yaml",
+    "a folder of the kernel's": "/proc/store",
+}
+
+
+@pytest.mark.parametrize("case", STORES)
+def test_a_store_that_cannot_be_is_one_line(workspace: Workspace, case: str):
+    run = mcaflow(workspace.folder, "check", "recipe.yaml", "--store", STORES[case])
+    assert run.returncode == 2
+    assert len(run.stderr.splitlines()) == 1
+
+
+def test_a_prefect_server_that_does_not_answer_is_named_before_anything_runs(workspace: Workspace):
+    run = mcaflow(workspace.folder, "run", "recipe.yaml")
+    assert run.returncode == 2
+    assert "PREFECT_API_URL: no Prefect server answers at http://127.0.0.1:1/api" in run.stderr
+    assert list((workspace.folder / "store").glob("[a-z]*")) == []
+
+
 def test_help_imports_no_more_than_it_needs(tmp_path: Path):
     run = mcaflow(tmp_path, "--help")
     assert run.returncode == 0

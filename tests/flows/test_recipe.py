@@ -26,7 +26,13 @@ WRONG = [
     ("parallel.tensor=2", "launcher.nproc_per_node: 1 ranks are not a multiple of"),
     ("training.micro_batch_size=3", "training.global_batch_size: 8 is not a multiple of"),
     ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline: needs parallel.pipeline of at least 2"),
-    ("model=null", "model: "),
+    ("training.learning_rate=true", "training.learning_rate: true is not a value for this field"),
+    ("parallel.tensor=true", "parallel.tensor: true is not a value for this field"),
+    ("training.max_steps=0", "training.max_steps: 0 steps train nothing"),
+    ("training.num_train_epochs=1e308", "training.num_train_epochs: "),
+    ("launcher.nproc_per_node=1000000", "launcher.nproc_per_node: "),
+    ("training={seed: 1, seed: 2}", "--set training={seed: 1, seed: 2}"),
+    ("model=null", "model: field required"),
     ("training", "--set training: expected section.field=value"),
     ("=1", "--set =1: expected section.field=value"),
     ("training.seed=[", "--set training.seed=[: the value is not valid YAML"),
@@ -51,6 +57,17 @@ def test_wrong_field_is_named_on_one_line(tmp_path: Path, override: str, message
 def test_file_that_is_no_recipe_is_refused(tmp_path: Path, content: str):
     with pytest.raises(ConfigError, match=r"recipe\.yaml"):
         load_recipe(write(tmp_path / "recipe.yaml", content))
+
+
+def test_a_key_that_stands_twice_is_refused(tmp_path: Path):
+    recipe = "model: {name_or_path: m}\ntraining: {seed: 1}\ndataset: {files: [a]}\ntraining: {seed: 2}\n"
+    with pytest.raises(ConfigError, match="'training' stands twice"):
+        load_recipe(write(tmp_path / "recipe.yaml", recipe))
+
+
+def test_an_empty_section_is_its_defaults(tmp_path: Path):
+    config = load_recipe(write(tmp_path / "recipe.yaml", {**MINIMAL, "eval": None}))
+    assert config.eval == PipelineConfig.model_validate(MINIMAL).eval
 
 
 def test_missing_file_is_named(tmp_path: Path):
