@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -31,6 +31,7 @@ from tasks.store import Artifact, ArtifactStore
 LOCATIONS = ("files", "dataset_dir", "names", "eval_files")
 # Bytes written per byte of data: 9 per token (the store, and what is spilled on the way), over 3 bytes of text a token.
 SPACE_PER_DATA_BYTE = 3
+NAMED_IN_WARNING = 3
 
 
 class DatasetConfig(Section):
@@ -58,7 +59,8 @@ class DatasetConfig(Section):
     """Templates of reasoning models: true learns an empty thought where an answer has none, null puts it into the
     prompt, false also removes the thoughts that answers have."""
     cutoff_len: int = Field(default=1024, ge=8, le=2**20)
-    """Longest training sequence, in tokens."""
+    """Longest training sequence, in tokens. A longer conversation keeps its beginning; one whose answers are all beyond
+    is dropped, and the stage fails when these are more than half of the rows. Plain text is cut into pieces instead."""
     packing: bool = True
     """Put several documents into one sequence; they never see each other."""
     train_on_prompt: bool = False
@@ -72,7 +74,7 @@ class DatasetConfig(Section):
     eval_fraction: float = Field(default=0.05, ge=0.0, lt=1.0)
     """Share of the rows that is held out for evaluation."""
     max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0)
-    """The stage fails when more than this share of the rows is unusable."""
+    """The stage fails when more than this share of the rows is unusable, be it seen before or while encoding."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of the split, of the shuffle and of `max_rows`."""
     num_workers: Execution[PositiveInt] = 1
@@ -137,6 +139,9 @@ class DatasetStage(Stage):
         result = ctx.run_job("dataset", spec)
         if self.resolve(ctx.store, ctx.report).identity() != self.identity():
             raise DataError("the data files changed while they were read; run again")
+        losses = _describe_losses(result["stats"])
+        if losses:
+            ctx.report.warning(losses)
         return Produced(digest=result["digest"], parts=result["parts"], stats=result["stats"])
 
     def _entries(self) -> dict[str, JSON]:
@@ -155,6 +160,22 @@ class DatasetStage(Stage):
         if type(size) is not int or size < 1:
             raise ModelError(f"{path}: vocab_size is {size!r}; it must be the number of rows of the embedding")
         return size
+
+
+def _describe_losses(stats: Mapping[str, Any]) -> str:
+    """Which rows the data set does not have, or not whole, in one line; "" when it has all of them."""
+    rows, named = stats["rows"], stats["named_rows"][:NAMED_IN_WARNING]
+    parts = []
+    for what, reasons in (("unusable", rows["bad"]), ("dropped", rows["dropped"])):
+        if reasons:
+            listed = ", ".join(f"{n} × {reason}" for reason, n in sorted(reasons.items(), key=lambda item: -item[1]))
+            parts.append(f"{sum(reasons.values())} {what} ({listed})")
+    if rows["truncated"]:
+        parts.append(f"{rows['truncated']} truncated to dataset.cutoff_len {stats['cutoff_len']}")
+    if not parts:
+        return ""
+    first = f"; first: {'; '.join(named)}" if named else ""
+    return f"of {rows['read']} rows, {', '.join(parts)}{first}"
 
 
 def _digest(path: Path, store: ArtifactStore) -> str:

@@ -83,7 +83,9 @@ class EncodedChunk:
     """Digest of the text of each sample that is kept."""
     truncated: int
     dropped: list[tuple[str, str]]
-    """(reason, place) per sample that is not kept."""
+    """(reason, place) per usable sample that is not kept."""
+    bad: list[tuple[str, str, str]]
+    """(reason, detail, place) per sample that turned out to be unusable."""
 
 
 def encode_samples(
@@ -113,12 +115,13 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
     held_out: list[bool] = []
     contents: list[bytes] = []
     dropped: list[tuple[str, str]] = []
+    bad: list[tuple[str, str, str]] = []
     truncated = 0
     for sample in samples:
         try:
             ids, loss = encoder.encode(sample)
         except UnusableRow as problem:
-            dropped.append((problem.reason, sample.where))
+            bad.append((problem.reason, problem.detail, sample.where))
             continue
         _refuse_foreign_ids(ids, limits.vocab_size, sample.where)
         kept_ids, kept_loss = ids[: limits.cutoff_len], loss[: limits.cutoff_len]
@@ -140,6 +143,7 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
         contents,
         truncated,
         dropped,
+        bad,
     )
 
 

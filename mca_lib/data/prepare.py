@@ -24,10 +24,10 @@ import numpy as np
 
 from mca_lib.data.alignment import Sample
 from mca_lib.data.assembly import write_split
-from mca_lib.data.encoding import EncodingLimits, TextEncoder, encode_samples
+from mca_lib.data.encoding import CUT_OFF, EncodedChunk, EncodingLimits, TextEncoder, encode_samples
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.preview import render_preview
-from mca_lib.data.rows import MAX_NAMED_ROWS, Summary, read_samples, validate_sources
+from mca_lib.data.rows import MAX_NAMED_ROWS, Summary, read_samples, too_many_bad_rows, validate_sources
 from mca_lib.data.spec import TOKENIZING_LIBRARIES, DatasetSpec
 from mca_lib.data.spill import Spill
 from mca_lib.data.split import hold_out, permutation
@@ -36,6 +36,8 @@ from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import DataError, ModelError
 
 FORMAT = 1
+MAX_CUT_OFF_FRACTION = 0.5
+"""`cutoff_len` is taken for a mistake when more than this share of the rows has no label left by it."""
 EQUAL_TO_HELD_OUT = "equal to a row of the eval files"
 
 type Progress = Callable[..., None]
@@ -43,17 +45,25 @@ type Progress = Callable[..., None]
 
 @dataclass
 class Outcome:
-    """What became of the usable rows."""
+    """What became of the rows that passed validation."""
 
     not_drawn: int
     truncated: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
+    bad: Counter[str] = field(default_factory=Counter)
+    """Rows that only encoding finds to be unusable, by reason."""
     named: list[str] = field(default_factory=list)
+    """The first of the dropped rows, each as `file:line: reason`."""
+    named_bad: list[str] = field(default_factory=list)
+    """The same of the bad rows."""
 
-    def drop(self, reason: str, where: str) -> None:
-        self.dropped[reason] += 1
-        if len(self.named) < MAX_NAMED_ROWS:
-            self.named.append(f"{where}: {reason}")
+    def add(self, chunk: EncodedChunk) -> None:
+        self.truncated += chunk.truncated
+        self.dropped.update(reason for reason, _ in chunk.dropped)
+        self.bad.update(reason for reason, _, _ in chunk.bad)
+        self.named += [f"{where}: {reason}" for reason, where in chunk.dropped]
+        self.named_bad += [f"{where}: {reason}{detail}" for reason, detail, where in chunk.bad]
+        del self.named[MAX_NAMED_ROWS:], self.named_bad[MAX_NAMED_ROWS:]
 
 
 def dataset(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -91,7 +101,7 @@ def _load_tokenizer(job: DatasetSpec) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(job.tokenizer_dir, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(job.tokenizer_dir, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         detail = " ".join(str(error).split())
         raise ModelError(f"{job.tokenizer_dir}: no tokenizer can be loaded from it: {detail:.200}") from None
@@ -119,7 +129,7 @@ def _build_encoder(job: DatasetSpec, tokenizer: Any) -> Any:
 
 
 def _encode(job: DatasetSpec, summary: Summary, encoder: Any, spill: Spill, progress: Progress) -> Outcome:
-    """Encode the drawn rows into `spill`. Raises DataError when none is left."""
+    """Encode the drawn rows into `spill`. Raises DataError when too few are left."""
     drawn = summary.kept["train"]
     if job.max_rows is not None:
         drawn = min(drawn, job.max_rows)
@@ -130,20 +140,36 @@ def _encode(job: DatasetSpec, summary: Summary, encoder: Any, spill: Spill, prog
     progress(0, total)
     for chunk in encode_samples(_drawn_samples(job, summary, drawn), encoder, limits, job.num_workers):
         spill.add(chunk)
-        outcome.truncated += chunk.truncated
-        for reason, where in chunk.dropped:
-            outcome.drop(reason, where)
-        done += len(chunk.lengths_N) + len(chunk.dropped)
+        outcome.add(chunk)
+        done += len(chunk.lengths_N) + len(chunk.dropped) + len(chunk.bad)
         progress(done, total, rows_per_second=round(done / max(time.monotonic() - started, 1e-3), 1))
     spill.freeze()
     if done != total:
         raise DataError(f"the data files changed while they were read: {done} rows instead of {total}; run again")
+    _refuse_losses(job, summary, outcome, total)
+    named = [*outcome.named_bad, *outcome.named]
     if job.eval_files and not np.any(spill.held_out):
-        raise DataError(f"no row of dataset.eval_files is left; first: {[*summary.named, *outcome.named][0]}")
+        raise DataError(f"no row of dataset.eval_files is left; first: {[*summary.named, *named][0]}")
     if not np.any(~spill.held_out):
-        reasons = ", ".join(f"{n} × {reason}" for reason, n in outcome.dropped.most_common())
-        raise DataError(f"no training row is left ({reasons}); first: {outcome.named[0]}")
+        reasons = ", ".join(f"{n} × {reason}" for reason, n in (outcome.bad + outcome.dropped).most_common())
+        raise DataError(f"no training row is left ({reasons}); first: {named[0]}")
     return outcome
+
+
+def _refuse_losses(job: DatasetSpec, summary: Summary, outcome: Outcome, total: int) -> None:
+    """Raise DataError when encoding leaves out more of the `total` rows that it was given than the spec allows."""
+    bad = Counter(summary.bad) + outcome.bad
+    allowed = job.max_bad_fraction
+    if bad.total() > allowed * summary.rows:
+        raise too_many_bad_rows(bad, summary.rows, allowed, [*outcome.named_bad, *summary.named])
+    # By themselves too: rows that `max_rows` did not draw are not encoded and would dilute the share.
+    if outcome.bad.total() > allowed * total:
+        raise too_many_bad_rows(outcome.bad, total, allowed, outcome.named_bad)
+    if outcome.dropped[CUT_OFF] > MAX_CUT_OFF_FRACTION * total:
+        raise DataError(
+            f"dataset.cutoff_len: {job.cutoff_len} cuts off every token with loss of {outcome.dropped[CUT_OFF]} of "
+            f"{total} rows; use a larger one; first: {outcome.named[0]}"
+        )
 
 
 def _drawn_samples(job: DatasetSpec, summary: Summary, count: int) -> Iterator[Sample]:
@@ -187,13 +213,13 @@ def _statistics(job: DatasetSpec, summary: Summary, outcome: Outcome, stores: di
     return {
         "rows": {
             "read": summary.rows,
-            "bad": dict(sorted(summary.bad.items())),
+            "bad": dict(sorted((Counter(summary.bad) + outcome.bad).items())),
             "not_drawn": outcome.not_drawn,
             "dropped": dropped,
             "truncated": outcome.truncated,
-            "kept": sum(summary.kept.values()) - outcome.not_drawn - sum(dropped.values()),
+            "kept": sum(summary.kept.values()) - outcome.not_drawn - outcome.bad.total() - sum(dropped.values()),
         },
-        "named_rows": [*summary.named, *outcome.named][:MAX_NAMED_ROWS],
+        "named_rows": [*summary.named, *outcome.named_bad, *outcome.named][:MAX_NAMED_ROWS],
         "splits": {name: split_statistics(store, job.cutoff_len) for name, store in stores.items()},
         "cutoff_len": job.cutoff_len,
         "vocab_size": job.vocab_size,

@@ -79,18 +79,17 @@ def validate_sources(config: ValidatedConfig, objective: str) -> Summary:
         if len(named) < MAX_NAMED_ROWS:
             named.append(f"{sample.where}: {sample.reason}{sample.detail}")
     summary = Summary(kept.total() + bad.total(), dict(kept), dict(bad), tuple(named))
-    _refuse_too_many_bad_rows(summary, config.max_bad_fraction)
+    if not kept["train"] or bad.total() > config.max_bad_fraction * summary.rows:
+        raise too_many_bad_rows(bad, summary.rows, config.max_bad_fraction, named)
     return summary
 
 
-def _refuse_too_many_bad_rows(summary: Summary, allowed: float) -> None:
-    count = sum(summary.bad.values())
-    if summary.kept["train"] and count <= allowed * summary.rows:
-        return
-    reasons = ", ".join(f"{n} × {reason}" for reason, n in sorted(summary.bad.items(), key=lambda item: -item[1])[:5])
-    raise DataError(
-        f"{count} of {summary.rows} rows are unusable ({reasons}), dataset.max_bad_fraction allows {allowed:g}; "
-        f"first: {summary.named[0]}"
+def too_many_bad_rows(bad: Counter[str], rows: int, allowed: float, named: Sequence[str]) -> DataError:
+    """The error for `bad` (rows by reason) of `rows`."""
+    reasons = ", ".join(f"{n} × {reason}" for reason, n in bad.most_common(5))
+    return DataError(
+        f"{bad.total()} of {rows} rows are unusable ({reasons}), dataset.max_bad_fraction allows {allowed:g}; "
+        f"first: {named[0]}"
     )
 
 

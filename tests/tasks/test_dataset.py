@@ -110,6 +110,30 @@ def test_a_bad_row_is_named_by_the_stages_error_and_nothing_is_published(store, 
     assert not store.ls("dataset")
 
 
+def test_left_out_and_truncated_rows_are_told_in_one_warning(store, model, data, caplog):
+    long = "word " * 300
+    rows = [
+        *ROWS,
+        {"instruction": "x", "output": ""},
+        {"instruction": long, "output": "lost"},
+        {"instruction": "y", "output": long},
+    ]
+    data.write_text(json.dumps(rows))
+    ensure(store, stage(model, data, max_bad_fraction=0.5))
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == (
+        "of 43 rows, 1 unusable (1 × empty output), 1 dropped (1 × all tokens with loss lie beyond "
+        "cutoff_len), 1 truncated to dataset.cutoff_len 128; "
+        f"first: {data}:1 (row 41): empty output; {data}:1 (row 42): all tokens with loss lie beyond "
+        "cutoff_len"
+    )
+
+
+def test_a_data_set_that_has_all_rows_warns_of_nothing(store, model, data, caplog):
+    ensure(store, stage(model, data))
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_the_job_knows_every_field_of_the_section_with_the_same_default():
     known = {field.name for field in dataclasses.fields(DatasetSpec)}
     for name, default in DatasetConfig().model_dump(mode="json").items():

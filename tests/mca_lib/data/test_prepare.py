@@ -124,9 +124,71 @@ def test_a_row_whose_answer_is_cut_off_is_dropped_and_counted(build):
     assert "(row 1): all tokens with loss" in built.stats["named_rows"][0]
 
 
-def test_no_row_left_is_an_error_that_names_the_reason(build):
-    with pytest.raises(DataError, match=r"no training row is left \(2 × all tokens with loss lie beyond cutoff_len\)"):
-        build([{"instruction": "word " * 300 + str(i), "output": "lost"} for i in range(2)], cutoff_len=64)
+@pytest.mark.parametrize("left", [0, 2])
+def test_a_cutoff_that_loses_most_rows_is_an_error_that_names_it(build, left):
+    lost = [{"instruction": "word " * 300 + str(i), "output": "lost"} for i in range(3)]
+    message = rf"dataset\.cutoff_len: 64 cuts off every token with loss of 3 of {3 + left} rows.*\.json:1 \(row 1\)"
+    with pytest.raises(DataError, match=message):
+        build([*lost, *alpaca_rows(left)], cutoff_len=64)
+
+
+def test_a_cutoff_that_loses_half_of_the_rows_is_accepted(build):
+    lost = [{"instruction": "word " * 300 + str(i), "output": "lost"} for i in range(3)]
+    assert build([*lost, *alpaca_rows(3)], cutoff_len=64).stats["rows"]["kept"] == 3
+
+
+# -- rows that only encoding finds to be unusable ------------------------------------------------------------------
+
+
+def tool_rows(tmp_path, good, bad):
+    """sharegpt rows with a tool call, which in the last `bad` rows is not JSON."""
+    calls = ['{"name": "sum", "arguments": {"a": 1}}'] * good + ["not JSON"] * bad
+    tools = json.dumps([{"name": "sum", "description": "adds", "parameters": {"type": "object", "properties": {}}}])
+    return write_jsonl(
+        tmp_path / "calls.jsonl",
+        [
+            {
+                "conversations": [{"from": "human", "value": f"ask {i}"}, {"from": "function_call", "value": call}],
+                "tools": tools,
+            }
+            for i, call in enumerate(calls)
+        ],
+    )
+
+
+CALLS = {"formatting": "sharegpt", "template": "qwen", "cutoff_len": 1024}
+CALL_COLUMNS = {"messages": "conversations", "tools": "tools"}
+
+
+def test_rows_that_encoding_finds_unusable_count_as_bad(build, tmp_path):
+    path = tool_rows(tmp_path, good=10, bad=40)
+    with pytest.raises(DataError) as caught:
+        build([path], columns=CALL_COLUMNS, **CALLS)
+    assert str(caught.value) == (
+        "40 of 50 rows are unusable (40 × tools or tool call not understood), dataset.max_bad_fraction allows 0.01; "
+        f"first: {path}:11: tools or tool call not understood"
+    )
+
+
+def test_undrawn_rows_do_not_hide_unusable_ones(build, tmp_path):
+    path = tool_rows(tmp_path, good=30, bad=20)
+    with pytest.raises(DataError, match=r"of 10 rows are unusable"):
+        build([path], columns=CALL_COLUMNS, max_rows=10, max_bad_fraction=0.25, seed=1, **CALLS)
+
+
+def test_rows_that_encoding_finds_unusable_are_in_the_statistics(build, tmp_path):
+    path = tool_rows(tmp_path, good=10, bad=2)
+    built = build([path], columns=CALL_COLUMNS, max_bad_fraction=0.5, **CALLS)
+    rows = built.stats["rows"]
+    assert (rows["bad"], rows["dropped"], rows["kept"]) == ({"tools or tool call not understood": 2}, {}, 10)
+    assert built.stats["named_rows"][0] == f"{path}:11: tools or tool call not understood"
+    assert built.progress[-1] == (12, 12)
+
+
+def test_no_row_left_is_an_error_that_names_the_reason(build, tmp_path):
+    message = r"no training row is left \(2 × tools or tool call not understood\); first: .*calls\.jsonl:1"
+    with pytest.raises(DataError, match=message):
+        build([tool_rows(tmp_path, good=0, bad=2)], columns=CALL_COLUMNS, max_bad_fraction=1.0, **CALLS)
 
 
 # -- plain text --------------------------------------------------------------------------------------------------
