@@ -57,7 +57,6 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
     """Raise a UserError when this model cannot be trained by this recipe: family, weights, layout, length."""
     hf_config = _read_config(model_dir)
     check_hf_config(hf_config)
-    check_weights(config_from_hf(hf_config), model_dir)
     check_layout(hf_config, config.parallel)
     positions = hf_config.get("max_position_embeddings")
     if isinstance(positions, int) and config.dataset.cutoff_len > positions:
@@ -65,6 +64,7 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
             f"dataset.cutoff_len: {config.dataset.cutoff_len} is longer than the {positions} positions of the model "
             f"in {model_dir}; use at most {positions}"
         )
+    check_weights(config_from_hf(hf_config), model_dir)
 
 
 def check_space(config: PipelineConfig, model_dir: Path) -> None:

@@ -46,7 +46,8 @@ class ModelConfig(Section):
     allow_pickle: bool = False
     """Accept `pytorch_model*.bin`, whose loading can run code, where there is no safetensors file."""
     trust_remote_code: bool = False
-    """Run Python code that the model repository carries."""
+    """Run Python code that the model repository carries. Not available in this release: a recipe with true is refused,
+    since no supported model type needs it."""
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,9 @@ _TOKENIZER = re.compile(
     r"|[\w.-]+\.model(\.v\d+)?|[\w.-]+\.tiktoken|chat_template\.(jinja|json)"
     r"|additional_chat_templates/[\w.-]+\.jinja"
 )
+_VOCABULARY = re.compile(
+    r"tokenizer(\.[\w.-]+)?\.json|[\w.-]+\.model(\.v\d+)?|[\w.-]+\.tiktoken|vocab\.(json|txt)|tekken\.json"
+)
 # transformers would apply these by itself, whatever the other files say.
 _ADAPTER = re.compile(r"adapter_config\.json|adapter_model(-[\w-]+)?\.(safetensors|bin)(\.index\.json)?")
 # Fields of config.json by which transformers reads other files than those of the table above.
@@ -46,14 +49,17 @@ def select(names: Iterable[str], where: str, *, allow_pickle: bool, trust_remote
     """Files that matter, by group, out of all files of a model.
 
     Raises:
-        ModelError: no config, no weights, or weights only as pickles, which were not allowed.
+        ModelError: no config, no tokenizer, no weights, or weights only as pickles, which were not allowed.
     """
     present = set(names)
     if "config.json" not in present:
         raise ModelError(f"{where}: no config.json, so it is not a model in Hugging Face format; check the path")
+    weights = _weights(present, where, allow_pickle)
+    if not any(_VOCABULARY.fullmatch(name) for name in present):
+        raise ModelError(f"{where}: no tokenizer; expected tokenizer.json (or tokenizer.model, vocab.json, vocab.txt)")
     python = [name for name in present if trust_remote_code and _PYTHON.fullmatch(name)]
     return {
-        "weights": tuple(sorted(_weights(present, where, allow_pickle))),
+        "weights": tuple(sorted(weights)),
         "config": tuple(sorted(["config.json", *python])),
         "tokenizer": tuple(sorted(name for name in present if _TOKENIZER.fullmatch(name))),
         "generation": tuple(sorted(present & {"generation_config.json"})),
@@ -90,6 +96,7 @@ def check_model_files(root: Path, groups: Groups) -> None:
     config = _read_json(root / "config.json")
     if not isinstance(config.get("model_type"), str):
         raise ModelError(f"{root}/config.json: no model_type; not a model in Hugging Face format")
+    _check_tokenizer(root, groups["tokenizer"])
     for field in _REDIRECTS:
         if config.get(field) is not None:
             raise ModelError(f"{root}/config.json: {field} names other files to be read instead; remove the field")
@@ -100,6 +107,15 @@ def check_model_files(root: Path, groups: Groups) -> None:
     for name in groups["weights"]:
         if name.endswith(".index.json"):
             _check_index(root, name, set(groups["weights"]), tensors)
+
+
+def _check_tokenizer(root: Path, names: tuple[str, ...]) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        if name in names and _read_json(root / name).get("auto_map"):
+            raise ModelError(
+                f"{root}/{name}: auto_map asks for Python code of the model's own, which is not run; "
+                "use a tokenizer without it"
+            )
 
 
 def _check_index(root: Path, index: str, files: set[str], tensors: dict[str, set[str]]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
 from mca_lib.errors import ModelError
 
 MAX_TOKENS = 512
@@ -88,13 +89,23 @@ def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        directory,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=_has_safetensors(directory),
     ).eval()
     with torch.no_grad():
         logits_SV = model(torch.tensor([input_ids_S]), use_cache=False).logits[0].float()
     del model
     gc.collect()
     return logits_SV
+
+
+def _has_safetensors(directory: str | Path) -> bool:
+    """Without them the model is a pickle, which the download stage has admitted."""
+    return any(Path(directory, name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 
 
 def mca_logits(models: Any, input_ids_S: Sequence[int]) -> torch.Tensor:
@@ -116,7 +127,7 @@ def sample_ids(directory: str | Path, vocab_size: int, max_positions: int, texts
         return [(7919 * i + 13) % vocab_size for i in range(min(limit, 128))]
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     ids = [i for text in texts or (TEXT,) for i in tokenizer(text)["input_ids"]][:limit]
     if highest := [i for i in ids if i >= vocab_size]:
         raise ModelError(f"{directory}: the tokenizer gives id {highest[0]}, the vocabulary ends at {vocab_size - 1}")

@@ -16,7 +16,7 @@ from typing import IO, Self
 
 import torch
 
-from mca_lib.converter.hf_source import INDEX_FILE, SINGLE_FILE
+from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
 from mca_lib.errors import ConfigError
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}

@@ -10,7 +10,7 @@ from mca_lib.errors import ModelError
 from tasks.model_files import Groups, check_model_files, safetensors_names, select
 from tests.tasks.tiny_files import safetensors
 
-BASE = ["config.json", "model.safetensors"]
+BASE = ["config.json", "model.safetensors", "tokenizer.json"]
 
 
 def chosen(*names: str, allow_pickle: bool = False, trust_remote_code: bool = False) -> Groups:
@@ -24,7 +24,7 @@ def test_files_are_grouped_and_the_rest_is_left_alone() -> None:
         "tokenizer.model", "tokenizer.model.v3", "tokenizer_config.json", "vocab.json",
     ]  # fmt: skip
     others = ["README.md", "onnx/model.onnx", "consolidated.safetensors", "optimizer.pt", "x/tokenizer.json", "a.py"]
-    assert chosen(*BASE, *tokenizer, "generation_config.json", *others) == {
+    assert chosen(*BASE[:2], *tokenizer, "generation_config.json", *others) == {
         "config": ("config.json",),
         "generation": ("generation_config.json",),
         "tokenizer": tuple(tokenizer),
@@ -52,7 +52,7 @@ def test_files_are_grouped_and_the_rest_is_left_alone() -> None:
     ],
 )
 def test_weights_are_those_that_transformers_would_load(names: list[str], weights: list[str]) -> None:
-    assert chosen("config.json", *names, allow_pickle=True)["weights"] == tuple(weights)
+    assert chosen("config.json", "tokenizer.json", *names, allow_pickle=True)["weights"] == tuple(weights)
 
 
 def test_python_counts_only_with_trust() -> None:
@@ -75,6 +75,8 @@ def test_name_that_leads_out_of_the_folder_is_never_chosen(name: str) -> None:
     [
         (["model.safetensors"], "no config.json"),
         (["config.json"], "no weights"),
+        (["config.json", "model.safetensors"], "no tokenizer; expected tokenizer.json"),
+        (["config.json", "model.safetensors", "tokenizer_config.json"], "no tokenizer"),
         (["config.json", "model.gguf"], "no weights"),
         (["config.json", "pytorch_model.bin"], "loading a pickle can run code"),
         (["config.json", "pytorch_model.bin.index.json"], "model.allow_pickle=true"),
@@ -127,13 +129,34 @@ def test_whole_safetensors_file_lists_its_tensors(tmp_path: Path) -> None:
 def test_config_that_names_other_files_is_refused(tmp_path: Path, field: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", field: "other.safetensors"}))
     (tmp_path / "model.safetensors").write_bytes(safetensors({"a": 3}))
+    (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=rf"config\.json: {field} names other files"):
         check_model_files(tmp_path, chosen(*BASE))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("tokenizer.json", "{", "cannot be read as JSON"),
+        ("tokenizer.json", "[]", "not a JSON object"),
+        ("tokenizer_config.json", "[]", "not a JSON object"),
+        ("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["x.X", null]}}', "auto_map asks for Python code"),
+    ],
+)
+def test_tokenizer_that_cannot_be_used_is_named(tmp_path: Path, name: str, content: str, words: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").write_bytes(safetensors({"a": 3}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError, match=f"{name}: {words}") as caught:
+        check_model_files(tmp_path, chosen(*(path.name for path in tmp_path.iterdir())))
+    assert "\n" not in str(caught.value)
 
 
 def sharded(folder: Path, weight_map: dict[str, str]) -> Groups:
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "model-00001-of-00002.safetensors").write_bytes(safetensors({"a": 4}))
+    (folder / "tokenizer.json").write_text("{}")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return chosen(*(path.name for path in folder.iterdir()))
 

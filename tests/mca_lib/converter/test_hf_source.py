@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mca_lib.converter.hf_source import INDEX_FILE, PICKLE_FILE, SINGLE_FILE, HfSource
+from mca_lib.converter.headers import INDEX_FILE, PICKLE_FILE, SINGLE_FILE
+from mca_lib.converter.hf_source import HfSource
 from mca_lib.errors import ModelError
 
 TENSORS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}

@@ -49,6 +49,13 @@ def test_layer_beyond_the_config_is_not_dropped() -> None:
         make_plan(CONFIG, deeper)
 
 
+def test_many_problems_are_counted() -> None:
+    found = headers() | {f"model.layers.{i}.input_layernorm.weight": TensorInfo((47,), "bfloat16") for i in range(5)}
+    with pytest.raises(ModelError, match="and 2 more") as caught:
+        make_plan(CONFIG, found)
+    assert str(caught.value).count("expected [48]") == 3
+
+
 def test_wrong_shape_says_found_and_expected() -> None:
     found = headers() | {"lm_head.weight": TensorInfo((101, 48), "bfloat16")}
     with pytest.raises(ModelError, match=r"lm_head\.weight \[101, 48\], expected \[100, 48\]"):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mca_lib.converter.hf_source import INDEX_FILE, SINGLE_FILE
+from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
 from mca_lib.converter.safetensors_writer import ShardedWriter, Slot, parse_size
 from mca_lib.errors import ConfigError
 

@@ -1,0 +1,90 @@
+"""What the headers of a Hugging Face directory's weight files say. No torch: preflight reads them in milliseconds."""
+
+import json
+import struct
+from collections import defaultdict
+from pathlib import Path
+
+from mca_lib.converter.plan import TensorInfo, make_plan
+from mca_lib.errors import ModelError
+from mca_lib.models.config import McaModelConfig, read_json
+
+SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+PICKLE_FILE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+_MAX_HEADER = 100_000_000
+
+
+def check_weights(config: McaModelConfig, directory: Path) -> None:
+    """Raise ModelError when safetensors files and config do not fit; pickles have no header and wait for `convert`."""
+    tensors: dict[str, TensorInfo] = {}
+    for path, names in weight_files(directory).items():
+        if path.suffix == ".bin":
+            return
+        found = read_header(path)
+        check_against_index(path, names, found)
+        tensors |= found
+    try:
+        make_plan(config, tensors)
+    except ModelError as error:
+        raise ModelError(f"{directory}: {error}") from None
+
+
+def read_header(path: Path) -> dict[str, TensorInfo]:
+    """Names, shapes and dtypes of a safetensors file. Raises ModelError when it is damaged or truncated.
+
+    Format: 8 bytes little-endian length of the header, JSON header, data (https://github.com/huggingface/safetensors).
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            if length > min(size, _MAX_HEADER):
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(length))
+        end = max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+        if size != 8 + length + end:
+            raise ValueError(f"it has {size} bytes and its header promises {8 + length + end}")
+        return {
+            name: TensorInfo(tuple(t["shape"]), _DTYPES.get(t["dtype"], t["dtype"]))
+            for name, t in header.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as e:
+        raise ModelError(f"{path}: not a whole safetensors file: {e}") from e
+
+
+def weight_files(directory: Path) -> dict[Path, set[str] | None]:
+    """Weight files and the names that the index puts into each (None: there is no index)."""
+    # In transformers' order, which is also that of `tasks.model_files`: the single file goes before an index.
+    for single, index in ((SINGLE_FILE, INDEX_FILE), (PICKLE_FILE, PICKLE_INDEX)):
+        if (directory / single).is_file():
+            return {directory / single: None}
+        if (directory / index).is_file():
+            return _indexed(directory, index)
+    raise ModelError(f"{directory}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}")
+
+
+def _indexed(directory: Path, index: str) -> dict[Path, set[str] | None]:
+    weight_map = read_json(directory / index, ModelError).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{directory / index}: weight_map is missing or empty")
+    files: dict[Path, set[str]] = defaultdict(set)
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ModelError(f"{directory / index}: {name} is in {file!r}, which is no file name")
+        files[directory / file].add(name)
+    if missing := sorted(p.name for p in files if not p.is_file()):
+        raise ModelError(f"{directory / index}: missing file {', '.join(missing)}")
+    return dict(sorted(files.items()))
+
+
+def check_against_index(path: Path, expected: set[str] | None, found: dict[str, TensorInfo]) -> None:
+    """Raises ModelError when a file holds other tensors than the index says; None: there is no index."""
+    if expected is None:
+        return
+    if absent := sorted(expected - set(found)):
+        raise ModelError(f"{path}: lacks {absent[0]}, which the index puts there ({len(absent)} in all)")
+    if extra := sorted(set(found) - expected):
+        raise ModelError(f"{path}: holds {extra[0]}, which the index does not know ({len(extra)} in all)")

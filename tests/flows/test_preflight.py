@@ -1,0 +1,42 @@
+"""What is refused before anything runs, from the recipe and the headers of a local model."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from flows.preflight import check_recipe
+from flows.recipe import PipelineConfig
+from mca_lib.demo_assets import make_demo_assets
+from mca_lib.errors import ConfigError, ModelError
+
+
+def recipe(folder: Path, **model: object) -> PipelineConfig:
+    assets = make_demo_assets(folder / "assets")
+    return PipelineConfig.model_validate(
+        {
+            "name": "test",
+            "model": {"name_or_path": str(assets.model_dir), **model},
+            "dataset": {"files": [str(assets.data_file)], "template": "chatml", "cutoff_len": 128},
+            "store": {"path": str(folder / "store")},
+        }
+    )
+
+
+def test_demonstration_is_accepted(tmp_path: Path):
+    check_recipe(recipe(tmp_path))
+
+
+def test_code_of_the_models_own_is_not_available(tmp_path: Path):
+    with pytest.raises(ConfigError, match="trust_remote_code: not available in this release"):
+        check_recipe(recipe(tmp_path, trust_remote_code=True))
+
+
+def test_weights_of_another_size_than_the_config_says_are_named(tmp_path: Path):
+    config = recipe(tmp_path)
+    path = Path(config.model.name_or_path, "config.json")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"intermediate_size": content["intermediate_size"] + 8}))
+    with pytest.raises(ModelError, match=r"mlp\.\w+_proj\.weight .*, expected .* and \d+ more") as caught:
+        check_recipe(config)
+    assert "\n" not in str(caught.value)
