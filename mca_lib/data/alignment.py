@@ -44,7 +44,7 @@ class UnusableRow(Exception):
 def parse_row(value: Any, row_format: RowFormat) -> Sample:
     """Align one row. Raises UnusableRow."""
     if not isinstance(value, dict):
-        raise UnusableRow("not an object", f": a JSON {_json_type(value)}")
+        raise UnusableRow("not an object", f": {_kind(value)}")
     sample = _PARSERS[row_format.layout](value, row_format)
     for text in (sample.system, sample.tools, *(message.content for message in sample.messages)):
         _check_encodable(text)
@@ -77,7 +77,7 @@ def _history(row: Mapping[str, Any], column: str | None) -> Iterator[Message]:
     if turns is None:
         return
     if not isinstance(turns, list):
-        raise UnusableRow("history is not a list of pairs", f": a JSON {_json_type(turns)}")
+        raise UnusableRow("history is not a list of pairs", f": {_kind(turns)}")
     for turn in turns:
         if not (isinstance(turn, list) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise UnusableRow("history is not a list of pairs", f": turn {turns.index(turn) + 1}")
@@ -89,7 +89,7 @@ def _parse_sharegpt(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
     column, tags = fmt.columns["messages"], fmt.tags
     turns = _column(row, column)
     if not isinstance(turns, list):
-        raise UnusableRow(f"column {column!r} is not a list of turns", f": a JSON {_json_type(turns)}")
+        raise UnusableRow(f"column {column!r} is not a list of turns", f": {_kind(turns)}")
     system, tools = _system_and_tools(row, fmt)
     roles = {tags["user_tag"]: "user", tags["observation_tag"]: "observation"}
     roles |= {tags["assistant_tag"]: "assistant", tags["function_tag"]: "function", tags["system_tag"]: "system"}
@@ -160,7 +160,7 @@ def _column(row: Mapping[str, Any], column: str | None) -> Any:
 def _not_a_string(column: str | None, value: Any, detail: str = "") -> UnusableRow:
     if value is None:
         return UnusableRow(f"column {column!r} is null", detail)
-    return UnusableRow(f"column {column!r} is not a string", f"{detail}: a JSON {_json_type(value)}")
+    return UnusableRow(f"column {column!r} is not a string", f"{detail}: {_kind(value)}")
 
 
 def _check_encodable(text: str) -> None:
@@ -173,6 +173,8 @@ def _check_encodable(text: str) -> None:
         raise UnusableRow("not encodable as UTF-8", ": a lone surrogate") from None
 
 
-def _json_type(value: Any) -> str:
+def _kind(value: Any) -> str:
+    """What a value is, for messages: a JSON type, or what only parquet files hold, such as bytes."""
     names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-    return names.get(type(value), "number")
+    names |= {int: "number", float: "number"}
+    return f"a JSON {names[type(value)]}" if type(value) in names else type(value).__name__

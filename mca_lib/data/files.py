@@ -17,6 +17,7 @@ from mca_lib.errors import DataError
 _SPACE = re.compile(r"[ \t\r\n]*")
 _BOM = b"\xef\xbb\xbf"
 _PARQUET_BATCH = 1024
+LONG_NUMBER = "a number with too many digits"
 
 
 class RawRow(NamedTuple):
@@ -88,6 +89,8 @@ def _read_array(path: Path, text: str, position: int) -> Iterator[RawRow]:
             raise _array_error(path, text, error.pos, error.msg, row) from None
         except RecursionError:
             raise _array_error(path, text, position, "nested too deeply", row) from None
+        except ValueError:  # Python's limit on the digits of an integer
+            raise _array_error(path, text, position, LONG_NUMBER, row) from None
         yield RawRow((line, row), value)
         position = _skip_space(text, position)
         if text.startswith("]", position):
@@ -130,6 +133,8 @@ def _read_jsonl(path: Path) -> Iterator[RawRow]:
                 yield RawRow(place, None, "not UTF-8 text")
             except RecursionError:
                 yield RawRow(place, None, "malformed JSON", ": nested too deeply")
+            except ValueError:  # Python's limit on the digits of an integer
+                yield RawRow(place, None, "malformed JSON", f": {LONG_NUMBER}")
 
 
 def _read_csv(path: Path) -> Iterator[RawRow]:

@@ -13,7 +13,7 @@ named keeps its default if the layout cannot do without it, and is unset otherwi
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 from mca_lib.data.suggest import suggestion
@@ -155,7 +155,7 @@ def read_entries(config: SourceConfig) -> list[Entry]:
         raise DataError(f"dataset.dataset_dir: there is no {DATASET_INFO} in {config.dataset_dir}") from None
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno}: malformed JSON at column {error.colno}: {error.msg}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
     if not isinstance(info, dict):
         raise DataError(f"{path}: holds a {type(info).__name__}; it must be an object of entries by name")
@@ -174,8 +174,10 @@ def _checked_entry(name: str, info: Mapping[str, Any]) -> Entry:
             raise ConfigError(f"{entry.where}: {key} is not supported; {UNSUPPORTED_ENTRY_KEYS[key]}")
         if key not in ENTRY_KEYS:
             raise ConfigError(f"{entry.where}: unknown key {key!r}{suggestion(key, ENTRY_KEYS)}")
-    if not isinstance(fields.get("file_name"), str):
+    if not isinstance(fields.get("file_name"), str) or not fields["file_name"].strip():
         raise ConfigError(f"{entry.where}: file_name is missing; name the data file, relative to dataset_dir")
+    if not isinstance(fields.get("formatting", ""), str):
+        raise ConfigError(f"{entry.where}: formatting must be a string: {', '.join(COLUMNS)}")
     for key in ("columns", "tags"):
         if not isinstance(fields.get(key, {}), dict):
             raise ConfigError(f"{entry.where}: {key} must be an object of names")
@@ -255,7 +257,10 @@ def _existing(files: Sequence[str], field: str) -> list[Path]:
 
 
 def _files_of_entry(entry: Entry, folder: Path) -> list[Path]:
-    path = folder / entry.fields["file_name"]
+    name = entry.fields["file_name"]
+    path = folder / name
+    if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or path == folder:
+        raise ConfigError(f"{entry.where}: file_name {name!r} is not below dataset_dir; put the data file there")
     if path.is_dir():
         paths = sorted(p for p in path.iterdir() if p.is_file() and p.suffix.lower() in EXTENSIONS)
         if not paths:

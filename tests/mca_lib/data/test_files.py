@@ -73,9 +73,12 @@ def test_rows_are_named_by_line_where_the_file_has_lines(tmp_path):
 
 def test_a_malformed_line_of_jsonl_is_a_bad_row_and_reading_goes_on(tmp_path):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"a": 1}\n{"a": 2,}\n"text"\n{"a": "\xff"}\n' + b"[" * 100_000 + b'\n{"a": 3}\n')
+    path.write_bytes(
+        b'{"a": 1}\n{"a": 2,}\n"text"\n{"a": "\xff"}\n' + b"[" * 100_000 + b'\n{"a": ' + b"1" * 5000 + b'}\n{"a": 3}\n'
+    )
     rows = list(read_rows(path))
-    assert [row.problem for row in rows] == [None, "malformed JSON", None, "not UTF-8 text", "malformed JSON", None]
+    bad = "malformed JSON"
+    assert [row.problem for row in rows] == [None, bad, None, "not UTF-8 text", bad, bad, None]
     assert rows[1].place == (2, 0)
     assert rows[1].detail.startswith(" at column ")
     assert rows[-1].value == {"a": 3}
@@ -88,6 +91,7 @@ BROKEN = {
     "two.json": (b'[{"a": 1}]\n[]', r"two\.json:2: malformed JSON at column 1: text after the end"),
     "latin.json": (b'[\n{"a": "\xe4"}]', r"latin\.json:2: not UTF-8 text"),
     "deep.json": (b"[" + b"[" * 100_000, r"deep\.json:1: malformed JSON in row 1 .*nested too deeply"),
+    "digits.json": (b'[\n{"a": ' + b"1" * 5000 + b"}]", r"digits\.json:2: malformed JSON in row 1 .*too many digits"),
     "twice.csv": (b"a,b,a\n1,2,3\n", r"twice\.csv:1: the header names a column twice"),
     "quote.csv": (b'a,b\n1,"2\n', r"quote\.csv:2: malformed CSV"),
     "latin.csv": (b"a,b\n1,\xe4\n", r"latin\.csv: not UTF-8"),

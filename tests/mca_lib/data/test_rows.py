@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from mca_lib.data.rows import MAX_NAMED_ROWS, validate_sources
@@ -62,6 +64,13 @@ def test_a_bad_row_is_counted_by_reason_and_named_by_line(tmp_path, layout, good
     (named,) = summary.named
     assert named.startswith(f"{path}:2: {reason}")
     assert detail in named
+
+
+def test_bytes_of_a_parquet_file_are_called_bytes(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pyarrow.parquet.write_table(pa.Table.from_pylist([{"instruction": "a", "output": b"b"}]), path)
+    with pytest.raises(DataError, match=r"rows\.parquet row 1: column 'output' is not a string: bytes$"):
+        validate_sources(section(path), "sft")
 
 
 @pytest.mark.parametrize(
