@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -335,6 +336,32 @@ def test_ids_beyond_the_models_vocabulary_are_refused(build):
 def test_ids_beyond_the_vocabulary_are_refused_in_workers_too(build):
     with pytest.raises(DataError, match="vocabulary of 300"):
         build(alpaca_rows(600), vocab_size=300, num_workers=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("tokenizer_config.json", "[]", r"tokenizer_config\.json: not a JSON object"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json: cannot be read as JSON"),
+        ("tokenizer_config.json", '{"tokenizer_class": 5}', r"no tokenizer can be loaded from it: AttributeError"),
+        ("tokenizer.json", None, r"no tokenizer can be loaded from it: there is no tokenizer\.json"),
+        ("tokenizer.json", "garbage", r"tokenizer\.json: cannot be read as JSON"),
+        ("tokenizer.json", "[]", r"tokenizer\.json: not a JSON object"),
+        ("tokenizer.json", "{}", r"no tokenizer can be loaded from it: KeyError"),
+        ("tokenizer.json", '{"added_tokens": []}', r"no tokenizer can be loaded from it: "),
+    ],
+)
+def test_a_damaged_tokenizer_is_named_in_one_line(build, tmp_path, tokenizer_dir, name, content, message):
+    damaged = tmp_path / "damaged"
+    shutil.copytree(tokenizer_dir, damaged)
+    if content is None:
+        (damaged / name).unlink()
+    else:
+        (damaged / name).write_text(content)
+    with pytest.raises(ModelError, match=message) as caught:
+        build(alpaca_rows(3), tokenizer_dir=str(damaged))
+    assert str(caught.value).startswith(str(damaged))
+    assert "\n" not in str(caught.value)
 
 
 def test_a_folder_without_a_tokenizer_is_named(build, tmp_path):
