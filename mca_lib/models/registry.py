@@ -54,13 +54,15 @@ class Layout:
         )
 
 
-def family_of(model_type: str | None) -> Family:
+def family_of(model_type: object) -> Family:
     """Raises ModelError for a model type without a family."""
+    if model_type is not None and not isinstance(model_type, str):
+        raise ModelError(f"config.json: model_type={model_type!r:.80} must be a text")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
     if not model_type:
         raise ModelError(f"config.json: model_type is missing; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
-    near = difflib.get_close_matches(str(model_type), FAMILIES, n=1)
+    near = difflib.get_close_matches(model_type, FAMILIES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ModelError(
         f"config.json: model_type={model_type!r} is not supported; {hint}supported: {', '.join(SUPPORTED_MODEL_TYPES)}"

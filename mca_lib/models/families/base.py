@@ -11,6 +11,7 @@ from typing import Any
 from mca_lib.converter.mappings import Mapping
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.rope import rope_from_hf
 
 REQUIRED = object()
@@ -80,6 +81,7 @@ class Family:
 
     def config_from_hf(self, hf: HfConfig) -> McaModelConfig:
         """Config table, left to right. Raises ModelError naming the field that cannot be carried over."""
+        check_types(hf)
         architectures = hf.get("architectures")
         if architectures and self.architecture not in architectures:
             raise ModelError(f"config.json: architectures={architectures} is not supported; use {self.architecture}")

@@ -76,6 +76,45 @@ def test_size_that_is_no_number_is_named() -> None:
         check_hf_config({**BASE, "hidden_size": "48", "head_dim": 8})
 
 
+NAN = float("nan")
+ODD = {
+    "model_type": [["llama"], 3, {}],
+    "rms_norm_eps": ["1e-5", 1, True, None, [1e-5], NAN, float("inf"), -1e-5],
+    "tie_word_embeddings": ["false", 1, None],
+    "attention_bias": ["x", 0],
+    "mlp_bias": [0],
+    "rope_parameters": [[], "x"],
+    "rope_scaling": [[1]],
+    "rope_theta": ["1e4", NAN, True, -1.0],
+    "attention_dropout": ["x", NAN, 1.0],
+    "initializer_range": [NAN, None, "x", -1.0],
+    "eos_token_id": ["x", 1.5, [True]],
+    "dtype": ["float8", 3, ["float32"]],
+    "torch_dtype": ["float8"],
+    "architectures": ["LlamaForCausalLM", 3],
+    "layer_types": [3, [["full_attention"]]],
+    "num_attention_heads": ["6", 0, 2.0, True],
+    "num_key_value_heads": ["2", 0],
+    "max_position_embeddings": [None, 2.0],
+    "vocab_size": [NAN],
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in ODD.items() for value in values])
+def test_value_of_another_kind_is_named_on_one_line(field: str, value: object) -> None:
+    with pytest.raises(ModelError, match=rf"^config\.json: {field}\b") as error:
+        check_hf_config({**BASE, field: value})
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["rope_theta", "factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize("value", ["8", NAN, 0])
+def test_rope_number_of_another_kind_is_named(field: str, value: object) -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3, field: value}
+    with pytest.raises(ModelError, match=rf"rope_parameters\.{field}="):
+        check_hf_config({**BASE, "rope_parameters": rope})
+
+
 def test_misspelt_model_type_gets_the_nearest_one() -> None:
     with pytest.raises(ModelError, match="did you mean 'qwen2'"):
         check_hf_config({**BASE, "model_type": "qwen_2"})

@@ -1,0 +1,93 @@
+"""Types of the fields of a Hugging Face config, as transformers 5 enforces them, and narrower where Megatron is.
+
+A wrong one surfaces here with the field's name, and not as an internal error in the middle of a conversion.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mca_lib.errors import ModelError
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache")
+_ROPES = ("rope_parameters", "rope_scaling")
+_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the value of a field must be."""
+
+    words: str
+    holds: Callable[[Any], bool]
+    nullable: bool = True
+    """null stands for transformers' default."""
+
+
+def _whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _token_ids(value: Any) -> bool:
+    return _whole(value) or (isinstance(value, list) and all(_whole(item) for item in value))
+
+
+_SIZE = Kind("a positive integer", lambda v: _whole(v) and v > 0)
+_POSITIVE = Kind("a positive number", lambda v: _number(v) and v > 0)
+_OBJECT = Kind("an object", lambda v: isinstance(v, dict))
+_TOKEN = Kind("an integer", _whole)
+_DTYPE = Kind("one of " + ", ".join(_DTYPES), lambda v: v in _DTYPES)
+
+FIELD_TYPES: dict[str, Kind] = {
+    **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), _SIZE),
+    "max_position_embeddings": Kind(_SIZE.words, _SIZE.holds, nullable=False),
+    **dict.fromkeys(_FLAGS, Kind("true or false", lambda v: isinstance(v, bool), nullable=False)),
+    **dict.fromkeys(_ROPES, _OBJECT),
+    "rope_theta": _POSITIVE,
+    "rms_norm_eps": Kind(
+        "a positive number with a decimal point or an exponent",
+        lambda v: type(v) is float and math.isfinite(v) and v > 0,
+        nullable=False,
+    ),
+    "initializer_range": Kind(
+        "a number from 0.0 to 1.0 with a decimal point", lambda v: type(v) is float and 0 <= v <= 1, nullable=False
+    ),
+    "attention_dropout": Kind("a number from 0 to less than 1", lambda v: _number(v) and 0 <= v < 1),
+    "eos_token_id": Kind("an integer or a list of integers", _token_ids),
+    "bos_token_id": _TOKEN,
+    "pad_token_id": _TOKEN,
+    "dtype": _DTYPE,
+    "torch_dtype": _DTYPE,
+    "hidden_act": Kind("a text", lambda v: isinstance(v, str)),
+    "architectures": Kind("a list of texts", _texts),
+    "layer_types": Kind("a list of texts", _texts),
+}
+
+
+def check_types(hf: dict[str, Any]) -> None:
+    """Raise ModelError naming the first field of a config.json whose value is of another kind; absent ones pass."""
+    for name, kind in FIELD_TYPES.items():
+        if name in hf:
+            _check(name, hf[name], kind)
+    for rope in _ROPES:
+        for name in _ROPE_NUMBERS:
+            _check(f"{rope}.{name}", (hf.get(rope) or {}).get(name), _POSITIVE)
+
+
+def _check(name: str, value: Any, kind: Kind) -> None:
+    if (value is None and kind.nullable) or (value is not None and kind.holds(value)):
+        return
+    shown = "null" if value is None else repr(value)
+    raise ModelError(f"config.json: {name}={shown:.80} cannot be used; it must be {kind.words}")
