@@ -62,6 +62,16 @@ def check(recipe: Recipe, overrides: Overrides = None, store: StorePath = None) 
     check_everything(recipe, _with_store(overrides, store))
 
 
+@app.command()
+def fields(
+    section: Annotated[str | None, typer.Argument(help="Only this section, for instance training.")] = None,
+) -> None:
+    """List the fields of a recipe: default, whether it is part of a key, meaning."""
+    from flows.commands import show_fields
+
+    show_fields(section)
+
+
 @app.command(name="ls")
 def list_artifacts(
     stage: Annotated[str | None, typer.Argument(help="Only artifacts of this stage.")] = None, store: StorePath = None

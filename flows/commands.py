@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 from datetime import UTC, datetime
@@ -28,6 +29,10 @@ PREFECT_DEFAULTS = {
     # A server that is away for half an hour must not fail a training that took days.
     "PREFECT_CLIENT_MAX_RETRIES": "10",
 }
+
+
+_SHOWN_CHANGES = 8
+"""So many changed fields are shown of a stage; another model or data set changes all of them."""
 
 
 def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
@@ -59,6 +64,9 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
     except (StageFailed, LeaseLost) as error:
         print(f"mcaflow: error: {error}", file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        print("mcaflow: interrupted; the same command goes on from what is finished", file=sys.stderr)
+        sys.exit(130)
     _print_result(console, result)
 
 
@@ -76,6 +84,23 @@ def check_everything(recipe: Path, overrides: list[str]) -> None:
     print(f"{recipe}: nothing stands in its way")
 
 
+def show_fields(section: str | None) -> None:
+    """``mcaflow fields``."""
+    from flows.recipe import PipelineConfig
+
+    sections = {name: field.annotation for name, field in PipelineConfig.model_fields.items() if name != "name"}
+    if section is not None and section not in sections:
+        raise ConfigError(f"{section}: no such section; one of {', '.join(sections)}")
+    table = Table("field", "default", "in the key", "what it says", box=None, pad_edge=False)
+    for name in [section] if section else sections:
+        identity = sections[name].identity_fields()
+        for field, info in sections[name].model_fields.items():
+            default = "required" if info.is_required() else json.dumps(info.get_default(call_default_factory=True))
+            description = " ".join((info.description or "").split())
+            table.add_row(f"{name}.{field}", default, "yes" if field in identity else "no", description)
+    Console().print(table)
+
+
 def show_plan(recipe: Path, overrides: list[str]) -> None:
     """``mcaflow plan``."""
     from flows.plan import make_plan
@@ -89,9 +114,12 @@ def show_plan(recipe: Path, overrides: list[str]) -> None:
     for heading in ("stage", "", "why"):
         table.add_column(heading, overflow="fold")
     for row in make_plan(config, ArtifactStore(config.store.path)):
-        table.add_row(row.stage, marks[row.verdict], row.detail[:12] if row.verdict == "hit" else row.detail)
-        for change in row.changed:
+        detail = row.detail[:12] if row.verdict == "hit" else row.detail
+        table.add_row(row.stage, marks[row.verdict], "changed since the nearest record:" if row.changed else detail)
+        for change in row.changed[:_SHOWN_CHANGES]:
             table.add_row("", "", f"{change.field}: {_short(change.old)} → {_short(change.new)}")
+        if len(row.changed) > _SHOWN_CHANGES:
+            table.add_row("", "", f"and {len(row.changed) - _SHOWN_CHANGES} more")
         for library in row.libraries:
             table.add_row("", "", f"[dim]made with another version: {library}[/]")
     console.print(table)
@@ -100,7 +128,11 @@ def show_plan(recipe: Path, overrides: list[str]) -> None:
 def list_artifacts(store: Path, stage: str | None) -> None:
     """``mcaflow ls``."""
     table = Table("artifact", "files", "size", "made", "took", box=None, pad_edge=False)
-    for artifact in ArtifactStore(store, create=False).ls(stage):
+    artifacts = ArtifactStore(store, create=False).ls(stage)
+    if not artifacts:
+        print(f"no artifacts in {store.absolute()}" + (f" of stage {stage}" if stage else ""))
+        return
+    for artifact in artifacts:
         record = artifact.record
         size = sum(entry.size for entry in record.files.values())
         outside = "" if record.external is None else " (outside)"
@@ -198,12 +230,19 @@ def _print_result(console: Console, result: "PipelineResult") -> None:
     if is_worse(evaluation):
         console.print("warning: the trained model is worse than the base model on held-out rows", style="yellow")
     console.print()
-    console.print(f"model: {result.outcomes['export'].artifact.path}", highlight=False, soft_wrap=True)
+    for name, path in (
+        ("data, with its loss tokens marked", result.outcomes["dataset"].artifact.path / "preview.md"),
+        ("answers of both models", evaluation.path / "report.md"),
+        ("model", result.outcomes["export"].artifact.path),
+    ):
+        console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
 
 
 def _branch(node: Lineage) -> Tree:
     name = f"{node.role + ': ' if node.role else ''}{node.stage}/{node.key[:12]}"
-    tree = Tree(name + ("" if node.artifact else "  (no longer in the store)") + _where(node.artifact))
+    gone = "" if node.artifact else "  (no longer in the store)"
+    replaced = "  (replaced by a refresh since; what was used is gone)" if node.replaced else ""
+    tree = Tree(name + gone + replaced + _where(node.artifact))
     for parent in node.inputs:
         tree.children.append(_branch(parent))
     return tree
@@ -214,7 +253,9 @@ def _where(artifact: Artifact | None) -> str:
 
 
 def _short(value: object) -> str:
-    text = "absent" if value is None else json.dumps(value)
+    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
+        return value[:12]  # a digest
+    text = "absent" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

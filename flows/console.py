@@ -27,7 +27,7 @@ def current_console() -> "RunConsole | None":
 def run_console(console: Console) -> Iterator["RunConsole"]:
     """Show the stages of one run on ``console`` until the block ends."""
     columns = (
-        SpinnerColumn(finished_text="✓"),
+        SpinnerColumn(finished_text=" "),
         TextColumn("{task.fields[stage]:<9}"),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
@@ -73,10 +73,9 @@ class RunConsole:
             task = self._tasks.pop(stage)
             total = next((t.total for t in self._bars.tasks if t.id == task), None) or 1
             self._bars.update(task, completed=total, total=total, note=note)
-            self._bars.stop_task(task)
         elif self._console.is_terminal:
-            task = self._bars.add_task("", total=1, completed=1, stage=stage, note=note)
-            self._bars.stop_task(task)
+            task = self._bars.add_task("", total=1, stage=stage, note=note)
+            self._bars.update(task, completed=1)
         if not self._console.is_terminal:
             self.line(f"{stage:<9} {note}")
 

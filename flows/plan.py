@@ -62,9 +62,19 @@ _SECTION: dict[StageName, str] = {
     "evaluate": "eval",
 }
 
+# Identity fields that stand in the section of another stage.
+_ELSEWHERE: dict[tuple[StageName, str], str] = {("dataset", "identity.objective"): "training.stage"}
+
+
+def reason_in_recipe_names(stage: StageName, reason: str) -> str:
+    """Why a stage was computed, with its fields named as in the recipe."""
+    return reason.replace("identity.", f"{_SECTION[stage]}.")
+
 
 def _by_recipe_name(stage: StageName, change: FieldChange) -> FieldChange:
     """The change under the name that the recipe has for the field, where it is a field of the recipe."""
+    if (stage, change.field) in _ELSEWHERE:
+        return replace(change, field=_ELSEWHERE[stage, change.field])
     section = _SECTION[stage]
     field = change.field.removeprefix("identity.")
     known = PipelineConfig.model_fields[section].annotation.model_fields

@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
+from flows.plan import reason_in_recipe_names
 from flows.recipe import PipelineConfig
 from tasks.stage import Outcome
 from tasks.store import Artifact
@@ -70,7 +71,7 @@ def _perplexity(value: float | None) -> str:
 def _page(config: PipelineConfig, outcomes: Mapping[str, Outcome]) -> str:
     stages = [
         f"| {name} | {'cached' if outcome.cached else 'computed'} | {outcome.seconds:.1f} | "
-        f"`{outcome.artifact.key[:12]}` | {outcome.reason} |"
+        f"`{outcome.artifact.key[:12]}` | {reason_in_recipe_names(name, outcome.reason)} |"
         for name, outcome in outcomes.items()
     ]
     table = ["| stage | | seconds | artifact | why |", "| --- | --- | ---: | --- | --- |", *stages]

@@ -38,6 +38,11 @@ class Section(BaseModel):
             raise ValueError(f"{str(value).lower()} is not a value for this field")
         return value
 
+    @classmethod
+    def identity_fields(cls) -> set[str]:
+        """Names of the fields that decide the bytes of the output."""
+        return {name for name, field in cls.model_fields.items() if EXECUTION not in field.metadata}
+
     def identity(self) -> dict[str, Any]:
         """Fields that decide the bytes of the output, JSON-ready."""
         return self._select(execution=False)
@@ -47,7 +52,8 @@ class Section(BaseModel):
         return self._select(execution=True)
 
     def _select(self, *, execution: bool) -> dict[str, Any]:
-        names = {n for n, f in type(self).model_fields.items() if (EXECUTION in f.metadata) == execution}
+        identity = self.identity_fields()
+        names = set(type(self).model_fields) - identity if execution else identity
         return self.model_dump(mode="json", include=names)
 
 

@@ -18,7 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,8 @@ class Lineage:
     key: str
     artifact: Artifact | None
     inputs: list["Lineage"] = field(default_factory=list)
+    replaced: bool = False
+    """The store has another content under this key now, after a refresh; what was used is gone."""
 
 
 class ArtifactStore:
@@ -186,7 +188,8 @@ class ArtifactStore:
         for name, entry in artifact.record.inputs.items():
             try:
                 record = load(self.location(entry.stage, entry.key) / RECORD_NAME, entry.stage, entry.key)
-                parents.append(self.lineage(self._artifact(record), name))
+                known = {record.digest, *record.parts.values()}
+                parents.append(replace(self.lineage(self._artifact(record), name), replaced=entry.digest not in known))
             except UnreadableRecord:
                 parents.append(Lineage(name, entry.stage, entry.key, None))
         return Lineage(role, artifact.stage, artifact.key, artifact, parents)

@@ -75,7 +75,7 @@ class TrainingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The parallel layout. It decides speed and memory, never the result: all of it is execution."""
+    """The parallel layout: all of it is execution. It decides speed and memory; the result changes by rounding alone."""
 
     tensor: Execution[PositiveInt] = 1
     pipeline: Execution[PositiveInt] = 1

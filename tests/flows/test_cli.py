@@ -13,6 +13,8 @@ import pytest
 import yaml
 
 from mca_lib.demo_assets import make_demo_assets
+from tasks.record import RECORD_NAME, dumps
+from tasks.store import ArtifactStore
 from tests.flows.finished import Run
 
 ROOT = Path(__file__).parents[2]
@@ -181,6 +183,25 @@ def test_show_lineage_and_ls_answer_from_the_store(run: Run):
     for stage in ("train", "dataset", "convert", "download"):
         assert f"{stage}/" in lineage
     assert mcaflow(run.folder, "show", "0000000", *store).returncode == 2
+
+
+def test_lineage_says_when_a_parent_was_replaced_since(run: Run):
+    # As after a refresh that came to other content: another record under the same key.
+    store = ArtifactStore(run.config.store.path)
+    train = run.result.outcomes["train"].artifact
+    changed = train.record.model_copy(update={"digest": "0" * 64, "parts": {}})
+    path = store.location("train", train.key) / RECORD_NAME
+    path.chmod(0o644)
+    path.write_text(dumps(changed))
+    shown = mcaflow(run.folder, "lineage", "export", "--store", run.config.store.path).stdout
+    assert "replaced by a refresh since" in shown
+
+
+def test_fields_lists_every_field_with_its_place_in_the_key(tmp_path: Path):
+    shown = mcaflow(tmp_path, "fields").stdout
+    assert "training.learning_rate" in shown
+    assert "launcher.nproc_per_node" in shown
+    assert mcaflow(tmp_path, "fields", "trainin").returncode == 2
 
 
 def test_verify_finds_a_flipped_bit_and_exits_with_1(run: Run):
