@@ -126,5 +126,7 @@ def _explain(store: ArtifactStore, stage: Stage, payload: dict[str, JSON], found
         return Miss("never computed", [])
     old, new = flatten(nearest.payload), flatten(payload)
     names = [name for name in old | new if (name in old, old.get(name)) != (name in new, new.get(name))]
+    # An empty mapping is a leaf, `columns`, beside which `columns.prompt` says what changed.
+    names = [name for name in names if not any(other.startswith(f"{name}.") for other in names)]
     changed = [FieldChange(name, old.get(name), new.get(name)) for name in names]
     return Miss(f"{', '.join(names)} changed", changed)

@@ -41,6 +41,15 @@ def test_a_changed_learning_rate_is_named_and_touches_training_alone(run: Run):
     }  # fmt: skip
 
 
+def test_fields_of_the_data_set_are_named_as_in_the_recipe(run: Run):
+    """Its objective stands in another section, and an empty column map is no field of its own."""
+    fields = {"formatting": "text", "columns": {"prompt": "output"}, "template": None}
+    row = plan(run.with_fields(training={"stage": "pt"}, dataset=fields))["dataset"]
+    assert {change.field for change in row.changed} == {
+        "training.stage", "dataset.formatting", "dataset.columns.prompt", "dataset.template",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "sections",
     [

@@ -103,6 +103,14 @@ def test_the_artifact_holds_both_splits_is_found_again_and_a_changed_row_is_name
     assert [change.field for change in answer.changed] == ["identity.files.2 other.json"]
 
 
+def test_of_a_column_map_only_the_columns_are_named(store, model, data):
+    columns = {"prompt": "instruction", "response": "output"}
+    ensure(store, stage(model, data))
+    answer = probe(store, stage(model, data, columns=columns))
+    assert isinstance(answer, Miss)
+    assert [change.field for change in answer.changed] == ["identity.columns.prompt", "identity.columns.response"]
+
+
 def test_a_bad_row_is_named_by_the_stages_error_and_nothing_is_published(store, model, data):
     data.write_text(json.dumps([*ROWS, {"instruction": "x"}]))
     with pytest.raises(DataError, match=rf"{data}:1 \(row 41\): missing column 'output'"):
