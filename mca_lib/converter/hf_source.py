@@ -51,6 +51,10 @@ class HfSource:
             self._open[path] = safe_open(path, framework="pt")
         return self._open[path].get_slice(name)
 
+    def file(self, name: str) -> Path:
+        """The file that holds the tensor."""
+        return self._file[name]
+
     def _pickle(self, path: Path) -> dict[str, torch.Tensor]:
         if path not in self._open:
             try:

@@ -79,7 +79,7 @@ class ModelConverter:
             keep_dtype: parameters take the source's dtypes; else values are cast to the parameters' own.
 
         Raises:
-            ModelError: the plan does not hold; nothing has been read then.
+            ModelError: the plan does not hold, and nothing has been read then; or a weight is NaN or infinite.
         """
         models = list(models)
         plan = plan or self.plan(source.tensors)
@@ -114,4 +114,15 @@ class ModelConverter:
 
     def _slices(self, names: tuple[str, ...], entry: Entry, source: HfSource) -> torch.Tensor:
         parts = [source.slice(name) for name in names]
-        return entry.mapping.to_mca(parts, self.config, self.tensor_rank, self.tensor_size)
+        value = entry.mapping.to_mca(parts, self.config, self.tensor_rank, self.tensor_size)
+        if not value.isfinite().all():
+            _raise_not_finite(names, source)
+        return value
+
+
+def _raise_not_finite(names: tuple[str, ...], source: HfSource) -> None:
+    """Say which of the tensors holds the value; they are read whole, since a rank may own no more than a slice."""
+    name = next(name for name in names if not source.slice(name)[:].isfinite().all())
+    raise ModelError(
+        f"{source.file(name)}: {name} holds NaN or an infinite value; fetch the model again"
+    )
