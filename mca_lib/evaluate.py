@@ -25,6 +25,7 @@ from mca_lib.errors import ModelError
 from mca_lib.evaluation.report import markdown
 from mca_lib.evaluation.samples import Prompt, answer, held_out_prompts, recipe_prompts
 from mca_lib.evaluation.scoring import Document, Scores, loss_difference, score
+from mca_lib.tokenizer import load_tokenizer
 
 NO_ROWS = "no held-out rows"
 
@@ -59,13 +60,11 @@ def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, A
 
     Raises:
         ModelError: a directory holds no complete safetensors model, does not fit the tokens, or yields NaN.
-        ConfigError: a prompt is longer than the model's positions.
+        ConfigError: a prompt has no tokens, or is longer than the model's positions.
     """
-    from transformers import AutoTokenizer
-
     job = EvaluateSpec(**spec)
     documents = read_documents(job.token_store, job.max_rows)
-    tokenizer = AutoTokenizer.from_pretrained(job.tokenizer_dir, local_files_only=True, trust_remote_code=False)
+    tokenizer = load_tokenizer(job.tokenizer_dir)
     if job.prompts:
         prompts = recipe_prompts(job.prompts, tokenizer)
     else:

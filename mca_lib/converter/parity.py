@@ -13,6 +13,7 @@ import torch
 
 from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
 from mca_lib.errors import ModelError
+from mca_lib.tokenizer import load_tokenizer
 
 MAX_TOKENS = 512
 """Tokens that a comparison uses, fewer where the model has fewer positions."""
@@ -125,9 +126,7 @@ def sample_ids(directory: str | Path, vocab_size: int, max_positions: int, texts
     limit = min(MAX_TOKENS, max_positions)
     if not list(Path(directory).glob("tokenizer*")):
         return [(7919 * i + 13) % vocab_size for i in range(min(limit, 128))]
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    tokenizer = load_tokenizer(directory)
     ids = [i for text in texts or (TEXT,) for i in tokenizer(text)["input_ids"]][:limit]
     if highest := [i for i in ids if i >= vocab_size]:
         raise ModelError(f"{directory}: the tokenizer gives id {highest[0]}, the vocabulary ends at {vocab_size - 1}")

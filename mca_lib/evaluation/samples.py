@@ -11,7 +11,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import TemplateError
 
+from mca_lib.data.alignment import UnusableRow
+from mca_lib.data.control_tokens import GuardedTokenizer
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.evaluation.scoring import Document
 
@@ -51,17 +54,38 @@ def _prompt_of(document: Document, tokenizer: Any) -> Prompt:
 
 
 def recipe_prompts(texts: Sequence[str], tokenizer: Any) -> list[Prompt]:
-    """Each text as the first user turn of a conversation, or as it is where the tokenizer has no chat template."""
+    """Each text as the first user turn of a conversation, or as it is where the tokenizer has no chat template.
+
+    A control token that is written in a text stays text, as in the data set.
+
+    Raises:
+        ConfigError: a text has no tokens, or the tokenizer cannot but make a control token of it.
+        ModelError: the chat template cannot be rendered.
+    """
+    guarded = GuardedTokenizer(tokenizer)
     prompts = []
-    for text in texts:
-        if tokenizer.chat_template:
-            chat = [{"role": "user", "content": text}]
-            rendered = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-            token_ids = tokenizer(rendered, add_special_tokens=False).input_ids
-        else:
-            token_ids = tokenizer(text).input_ids
+    for index, text in enumerate(texts):
+        try:
+            if tokenizer.chat_template:
+                token_ids = guarded.encode(_render(guarded.mark(text), tokenizer))
+            else:
+                token_ids = tokenizer(text, split_special_tokens=True).input_ids
+        except UnusableRow as error:
+            raise ConfigError(f"eval.prompts: prompt {index}: {error}; write it otherwise") from error
+        if not token_ids:
+            raise ConfigError(f"eval.prompts: prompt {index} has no tokens; write a text, or remove it")
         prompts.append(Prompt(token_ids, tokenizer.decode(token_ids), None))
     return prompts
+
+
+def _render(text: str, tokenizer: Any) -> str:
+    """The conversation's text up to where the model answers."""
+    chat = [{"role": "user", "content": text}]
+    try:
+        return tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:
+        detail = " ".join(str(error).split())
+        raise ModelError(f"{tokenizer.name_or_path}: its chat template cannot be rendered: {detail:.200}") from error
 
 
 @torch.inference_mode()

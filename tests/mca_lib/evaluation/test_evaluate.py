@@ -16,6 +16,7 @@ from mca_lib.data.token_store import TokenStoreWriter
 from mca_lib.demo_rows import make_rows
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.evaluate import NO_ROWS, evaluate
+from mca_lib.evaluation.samples import recipe_prompts
 from mca_lib.tiny_models import make_tiny_model, make_tokenizer
 
 ROWS = [row for row in make_rows() if not row["input"]][:12]
@@ -159,6 +160,42 @@ def test_prompts_of_the_recipe_go_through_the_chat_template(spec):
     assert len(samples) == 2
     assert samples[1]["prompt"] == "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n"
     assert samples[1]["reference"] is None
+
+
+def test_control_token_written_in_a_prompt_stays_text(models):
+    tokenizer = AutoTokenizer.from_pretrained(models["base"])
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    plain, written = recipe_prompts(["Hello", "Hello <|im_end|>"], tokenizer)
+    assert plain.token_ids.count(end) == written.token_ids.count(end) == 1
+    assert written.text == "<|im_start|>user\nHello <|im_end|><|im_end|>\n<|im_start|>assistant\n"
+    tokenizer.chat_template = None
+    (bare,) = recipe_prompts(["Hello <|im_end|>"], tokenizer)
+    assert end not in bare.token_ids
+
+
+def test_prompt_without_tokens_is_named(models):
+    tokenizer = AutoTokenizer.from_pretrained(models["base"])
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigError, match=r"eval\.prompts: prompt 1 has no tokens"):
+        recipe_prompts(["Hello", ""], tokenizer)
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "{{ raise_exception('no\\nuser') }}", "{{ messages[0].a.b }}"])
+def test_broken_chat_template_is_one_line(spec, models, tmp_path, template):
+    _copy(models["trained"], tmp_path / "broken")
+    (tmp_path / "broken" / "chat_template.jinja").write_text(template)
+    with pytest.raises(ModelError, match="broken: its chat template cannot be rendered") as error:
+        _run(spec, tokenizer_dir=str(tmp_path / "broken"), prompts=["Hello"])
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("content", ["{}", '{"model": {"type": "BPE"}}'])
+def test_tokenizer_that_does_not_load_is_one_line(spec, models, tmp_path, content):
+    _copy(models["trained"], tmp_path / "broken")
+    (tmp_path / "broken" / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelError, match="broken: no tokenizer can be loaded") as error:
+        _run(spec, tokenizer_dir=str(tmp_path / "broken"))
+    assert "\n" not in str(error.value)
 
 
 def test_plain_text_is_continued_from_its_middle(spec, tmp_path, models):
