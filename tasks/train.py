@@ -75,7 +75,7 @@ class TrainingConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The parallel layout, all of it execution: it decides speed and memory, and changes the result by rounding alone."""
+    """The parallel layout, all of it execution: it decides speed and memory; the result changes by rounding alone."""
 
     tensor: Execution[PositiveInt] = 1
     pipeline: Execution[PositiveInt] = 1
