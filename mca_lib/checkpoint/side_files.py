@@ -4,19 +4,21 @@ import shutil
 from pathlib import Path
 
 TOKENIZER_FILES = (
-    "tokenizer*",
+    "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
+    "tekken.json",
+    "*.model",
+    "*.model.v*",
     "*.tiktoken",
-    "chat_template*",
-    "additional_chat_templates/*",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*.jinja",
 )
-"""Glob patterns."""
+"""Glob patterns: the files that `tasks.model_files` pins, and no others, so that only pinned bytes travel."""
 
 GENERATION_CONFIG = "generation_config.json"
 LICENCES = ("LICENSE*", "NOTICE*", "USE_POLICY*")

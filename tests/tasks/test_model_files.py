@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from mca_lib.checkpoint.side_files import tokenizer_files
 from mca_lib.errors import ModelError
 from tasks.model_files import Groups, check_model_files, safetensors_names, select
 from tests.tasks.tiny_files import safetensors
@@ -53,6 +54,20 @@ def test_files_are_grouped_and_the_rest_is_left_alone() -> None:
 )
 def test_weights_are_those_that_transformers_would_load(names: list[str], weights: list[str]) -> None:
     assert chosen("config.json", "tokenizer.json", *names, allow_pickle=True)["weights"] == tuple(weights)
+
+
+def test_pinned_tokenizer_files_are_those_that_travel_with_the_weights(tmp_path: Path) -> None:
+    names = [
+        "tokenizer.json", "tokenizer_config.json", "tokenizer.4.0.json", "tokenizer.model", "tokenizer.model.v3",
+        "tokenizer.bin", "tokenizer.py", "tokenizer_notes.txt", "spm.model", "tekken.json", "merges.txt", "vocab.json",
+        "vocab.txt", "qwen.tiktoken", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja",
+        "chat_template.json", "chat_template.bak", "additional_chat_templates/a.jinja",
+        "additional_chat_templates/a.md",
+    ]  # fmt: skip
+    (tmp_path / "additional_chat_templates").mkdir()
+    for name in names:
+        (tmp_path / name).write_text("")
+    assert chosen(*BASE, *names)["tokenizer"] == tuple(sorted(map(str, tokenizer_files(tmp_path))))
 
 
 def test_python_counts_only_with_trust() -> None:
