@@ -123,6 +123,4 @@ class ModelConverter:
 def _raise_not_finite(names: tuple[str, ...], source: HfSource) -> None:
     """Say which of the tensors holds the value; they are read whole, since a rank may own no more than a slice."""
     name = next(name for name in names if not source.slice(name)[:].isfinite().all())
-    raise ModelError(
-        f"{source.file(name)}: {name} holds NaN or an infinite value; fetch the model again"
-    )
+    raise ModelError(f"{source.file(name)}: {name} holds NaN or an infinite value; fetch the model again")
