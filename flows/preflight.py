@@ -80,19 +80,10 @@ def check_space(config: PipelineConfig, model_dir: Path) -> None:
 
 
 def _check_features(config: PipelineConfig) -> None:
-    training = config.training
-    if training.stage == "dpo":
-        raise ConfigError("training.stage: dpo is not available in this release; use sft or pt")
     if config.model.trust_remote_code:
         raise ConfigError("model.trust_remote_code: not available in this release; use false")
-    if training.finetuning_type == "lora":
-        raise ConfigError("training.finetuning_type: lora is not available in this release; use full")
-    if not training.use_mca:
-        raise ConfigError("training.use_mca: the LLaMA-Factory backend is not available in this release; use true")
     if config.checkpoint.kind == "hybrid":
         raise ConfigError("checkpoint.kind: hybrid is not available in this release; use gpt")
-    if config.parallel.expert > 1:
-        raise ConfigError("parallel.expert: no supported model has experts; use 1")
 
 
 def _check_ranks(config: PipelineConfig) -> None:

@@ -5,6 +5,7 @@ anything runs. Errors name the field by its dotted path and fit on one line.
 """
 
 import difflib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -18,7 +19,7 @@ from tasks.download import ModelConfig
 from tasks.evaluate import EvalConfig
 from tasks.export import ExportConfig
 from tasks.section import Execution, Section
-from tasks.train import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig
+from tasks.train import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig, training_problems
 
 
 class StoreConfig(Section):
@@ -59,7 +60,7 @@ class PipelineConfig(Section):
         return self
 
 
-def _contradictions(config: PipelineConfig):
+def _contradictions(config: PipelineConfig) -> Iterator[str]:
     """Contradictions between fields, each as `field: what is wrong and what to do`."""
     dataset, training = config.dataset, config.training
     if bool(dataset.files) == bool(dataset.names):
@@ -75,27 +76,7 @@ def _contradictions(config: PipelineConfig):
         yield "training.max_steps: 0 steps train nothing; use -1 to derive them from training.num_train_epochs"
     if training.min_learning_rate > training.learning_rate:
         yield "training.min_learning_rate: greater than training.learning_rate"
-    yield from _layout_contradictions(config)
-
-
-def _layout_contradictions(config: PipelineConfig):
-    parallel, training, launcher = config.parallel, config.training, config.launcher
-    model_ranks = parallel.tensor * parallel.pipeline * parallel.context
-    if launcher.nproc_per_node % model_ranks:
-        yield (
-            f"launcher.nproc_per_node: {launcher.nproc_per_node} ranks are not a multiple of parallel.tensor × "
-            f"parallel.pipeline × parallel.context = {model_ranks}"
-        )
-        return
-    data_parallel = launcher.nproc_per_node // model_ranks
-    per_pass = training.micro_batch_size * data_parallel
-    if training.global_batch_size % per_pass:
-        yield (
-            f"training.global_batch_size: {training.global_batch_size} is not a multiple of training.micro_batch_size "
-            f"× data parallel size = {training.micro_batch_size} × {data_parallel} = {per_pass}"
-        )
-    if parallel.virtual_pipeline is not None and parallel.virtual_pipeline > 1 and parallel.pipeline == 1:
-        yield "parallel.virtual_pipeline: needs parallel.pipeline of at least 2"
+    yield from training_problems(training, config.parallel, config.launcher)
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -10,6 +10,7 @@ body        torchrun of `mca_lib.run_train`, resuming from the checkpoints in th
 import json
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -144,7 +145,8 @@ class TrainStage(Stage):
         return super().space_needed() + weights * (1 + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
 
     def produce(self, ctx: StageContext) -> Produced:
-        check_training(self.training, self.parallel, self.launcher)
+        for problem in training_problems(self.training, self.parallel, self.launcher):
+            raise ConfigError(problem)
         check_config_layout(McaModelConfig.from_pretrained(self.checkpoint.path), self.parallel)
         final, result = ctx.work / "final", ctx.work / RESULT_NAME
         # The result is written last: with both, an earlier attempt had come to its end.
@@ -221,26 +223,31 @@ class TrainStage(Stage):
         }
 
 
-def check_training(training: TrainingConfig, parallel: ParallelConfig, launcher: LauncherConfig) -> None:
-    """Raise ConfigError for what this release cannot train, and for numbers of ranks or rows that do not divide."""
+def training_problems(training: TrainingConfig, parallel: ParallelConfig, launcher: LauncherConfig) -> Iterator[str]:
+    """What these sections ask for and this release cannot do, and numbers that do not divide: `field: reason`."""
     if training.stage == "dpo":
-        raise ConfigError("training.stage=dpo is not supported yet: use sft or pt")
+        yield "training.stage: dpo is not available in this release; use sft or pt"
     if training.finetuning_type == "lora":
-        raise ConfigError("training.finetuning_type=lora is not supported yet: use full")
+        yield "training.finetuning_type: lora is not available in this release; use full"
     if not training.use_mca:
-        raise ConfigError("training.use_mca=false (LLaMA-Factory's trainers) is not supported yet: use true")
+        yield "training.use_mca: the LLaMA-Factory backend is not available in this release; use true"
+    if parallel.expert > 1:
+        yield "parallel.expert: no supported model has experts; use 1"
+    if (parallel.virtual_pipeline or 1) > 1 and parallel.pipeline == 1:
+        yield "parallel.virtual_pipeline: needs parallel.pipeline of at least 2"
     ranks, model_ranks = launcher.nproc_per_node, parallel.tensor * parallel.pipeline * parallel.context
     if ranks % model_ranks:
-        raise ConfigError(
-            f"launcher.nproc_per_node={ranks} is not a multiple of parallel.tensor={parallel.tensor} × "
-            f"parallel.pipeline={parallel.pipeline} × parallel.context={parallel.context} = {model_ranks}"
+        yield (
+            f"launcher.nproc_per_node: {ranks} ranks are not a multiple of parallel.tensor × parallel.pipeline × "
+            f"parallel.context = {model_ranks}"
         )
+        return
     replicas = ranks // model_ranks
     rows = training.micro_batch_size * replicas
     if training.global_batch_size % rows:
-        raise ConfigError(
-            f"training.global_batch_size={training.global_batch_size} is not a multiple of "
-            f"training.micro_batch_size={training.micro_batch_size} × {replicas} data-parallel ranks = {rows}"
+        yield (
+            f"training.global_batch_size: {training.global_batch_size} is not a multiple of training.micro_batch_size "
+            f"× data parallel size = {training.micro_batch_size} × {replicas} = {rows}"
         )
 
 

@@ -177,13 +177,13 @@ def test_a_mistake_that_a_rank_finds_is_one_line(store, folder):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"training": TRAINING.model_copy(update={"stage": "dpo"})}, "training.stage=dpo"),
-        ({"training": TRAINING.model_copy(update={"finetuning_type": "lora"})}, "training.finetuning_type=lora"),
-        ({"training": TRAINING.model_copy(update={"use_mca": False})}, "training.use_mca=false"),
-        ({"launcher": LauncherConfig(nproc_per_node=3)}, r"launcher.nproc_per_node=3 .*parallel.tensor=2"),
+        ({"training": TRAINING.model_copy(update={"stage": "dpo"})}, "training.stage: dpo"),
+        ({"training": TRAINING.model_copy(update={"finetuning_type": "lora"})}, "training.finetuning_type: lora"),
+        ({"training": TRAINING.model_copy(update={"use_mca": False})}, "training.use_mca: "),
+        ({"launcher": LauncherConfig(nproc_per_node=3)}, r"launcher.nproc_per_node: 3 ranks .* = 2"),
         (
             {"launcher": LauncherConfig(nproc_per_node=6)},
-            r"training.global_batch_size=4 .*training.micro_batch_size=1 × 3 data-parallel ranks",
+            r"training.global_batch_size: 4 .*training.micro_batch_size .* = 1 × 3 = 3",
         ),
         ({"parallel": ParallelConfig(tensor=8), "launcher": LauncherConfig(nproc_per_node=8)}, r"parallel.tensor=8"),
     ],
