@@ -81,10 +81,11 @@ class ArtifactStore:
         """
         self.root = Path(root).expanduser().absolute()
         try:
-            self.root.stat()
+            with self.guard("cannot be opened"):
+                self.root.stat()
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError) as error:  # too long, or with a NUL
             raise StoreError(f"{root!s}: cannot be a store ({error}); name another folder (store.path)") from None
         if self.root.exists() and not self.root.is_dir():
             raise StoreError(f"{self.root}: not a directory, so not a store; name another folder (store.path)")
