@@ -1,6 +1,5 @@
 """Children leave a log, say what they do, and never outlive the stage, however it ends."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -30,6 +29,28 @@ os.rename(sys.argv[1] + ".tmp", sys.argv[1])
 print("started", flush=True)
 if len(sys.argv) == 2:
     time.sleep(1000)
+"""
+
+
+# Runs commands that succeed and fail, and says whether descriptors, threads and children are as after the first.
+LEAVINGS = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+import psutil
+from tasks.process import CommandFailed, run_command
+log, me = Path(sys.argv[1]), psutil.Process()
+def run(code):
+    listen = {"on_line": lambda line: None, "on_progress": lambda report: None}
+    with suppress(CommandFailed):
+        run_command([sys.executable, "-c", code], tag=f"test-{log}", log_path=log, **listen)
+def state():
+    return me.num_fds(), me.num_threads(), len(me.children())
+run("pass")
+before = state()
+for code in ["print(1)", "raise SystemExit(1)"] * 3:
+    run(code)
+print(f"same {state() == before}, children {before[2]}")
 """
 
 
@@ -140,14 +161,8 @@ def test_signals_are_not_blocked_in_the_child(log: Path) -> None:
 
 def test_no_descriptor_no_thread_and_no_child_is_left(tmp_path: Path) -> None:
     # In a process of its own: other tests of the session have threads, files and children open.
-    code = (
-        "import psutil, sys; from pathlib import Path; from tasks.process import run_command\n"
-        "me = psutil.Process()\n"
-        "def state(): return me.num_fds(), me.num_threads(), len(me.children())\n"
-        "def run(i): run_command([sys.executable, '-c', 'pass'], tag=f'{sys.argv[1]}-{i}', log_path=Path(sys.argv[1]))\n"
-        "run(0); before = state(); [run(i) for i in range(1, 4)]; print(before == state(), before[2])\n"
-    )
-    assert subprocess.check_output(python(code, tmp_path / "log"), text=True, cwd=ROOT) == "True 0\n"
+    left = subprocess.check_output(python(LEAVINGS, tmp_path / "log"), text=True, cwd=ROOT)
+    assert left == "same True, children 0\n"
 
 
 # -- secrets -----------------------------------------------------------------------------------------------------
