@@ -98,7 +98,7 @@ def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh
 
 
 def describe(outcome: Outcome) -> str:
-    """``cached  3f2a…  by a run of 12.3 s``: how a stage came by its artifact, on one line."""
+    """``computed  3f2a…  in 12.3 s``: how a stage came by its artifact, on one line."""
     artifact = outcome.artifact
     if outcome.cached:
         return f"cached    {artifact.key[:12]}"

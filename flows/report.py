@@ -54,12 +54,6 @@ def is_worse(artifact: Artifact) -> bool:
     return bool(change) and change["loss"] > 0
 
 
-def evaluation_samples(artifact: Artifact) -> list[dict[str, Any]]:
-    """Sample generations: ``prompt``, ``reference`` and ``answers`` by model."""
-    lines = (artifact.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
-
-
 def _metrics(artifact: Artifact) -> dict[str, Any]:
     return json.loads((artifact.path / "metrics.json").read_text(encoding="utf-8"))
 
