@@ -11,6 +11,7 @@ import os
 import random
 from dataclasses import dataclass, field
 
+from mca_lib.converter.mappings import TensorPlace
 from mca_lib.errors import ConfigError
 from mca_lib.platforms import install
 
@@ -33,6 +34,16 @@ class DistributingParallelArguments:
     )
     sequence_parallel: bool = field(
         default=False, metadata={"help": "Split the activations between tensor parallel regions too."}
+    )
+    num_layers_in_first_pipeline_stage: int | None = field(
+        default=None, metadata={"help": "Layers of the first pipeline rank, where it is not to have an equal share."}
+    )
+    num_layers_in_last_pipeline_stage: int | None = field(
+        default=None, metadata={"help": "Layers of the last pipeline rank, where it is not to have an equal share."}
+    )
+    pipeline_model_parallel_layout: str | None = field(
+        default=None,
+        metadata={"help": "What each stage holds, in Megatron's notation, as Et*3|t*4L."},
     )
 
     @property
@@ -120,6 +131,18 @@ def seed_rank(seed: int) -> None:
     np.random.seed(seed)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)
+
+
+def tensor_place() -> TensorPlace:
+    """Where this rank stands in its tensor parallel groups."""
+    from megatron.core import parallel_state
+
+    return TensorPlace(
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_expert_tensor_parallel_rank(),
+        parallel_state.get_expert_tensor_parallel_world_size(),
+    )
 
 
 def destroy_model_parallel() -> None:

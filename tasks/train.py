@@ -84,7 +84,14 @@ class ParallelConfig(Section):
     """Model chunks per pipeline rank (interleaved schedule)."""
     context: Execution[PositiveInt] = 1
     expert: Execution[PositiveInt] = 1
+    expert_tensor: Execution[PositiveInt | None] = None
+    """Ranks that share each expert; by default as many as share the other weights."""
     sequence_parallel: Execution[bool] = False
+    first_stage_layers: Execution[PositiveInt | None] = None
+    last_stage_layers: Execution[PositiveInt | None] = None
+    """Layers of the first and last pipeline rank, where they are not to have an equal share."""
+    pipeline_layout: Execution[str | None] = None
+    """What each pipeline stage holds, in Megatron's notation: `Et*3|t*4L`."""
 
 
 class LauncherConfig(Section):
@@ -197,6 +204,10 @@ class TrainStage(Stage):
             "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline,
             "context_parallel_size": parallel.context,
             "expert_model_parallel_size": parallel.expert,
+            "expert_tensor_parallel_size": parallel.expert_tensor,
+            "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
+            "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+            "pipeline_model_parallel_layout": parallel.pipeline_layout,
             "sequence_parallel": parallel.sequence_parallel,
             "global_batch_size": training.global_batch_size,
             "per_device_train_batch_size": training.micro_batch_size,
@@ -231,8 +242,6 @@ def training_problems(training: TrainingConfig, parallel: ParallelConfig, launch
         yield "training.finetuning_type: lora is not available in this release; use full"
     if not training.use_mca:
         yield "training.use_mca: the LLaMA-Factory backend is not available in this release; use true"
-    if parallel.expert > 1:
-        yield "parallel.expert: no supported model has experts; use 1"
     if (parallel.virtual_pipeline or 1) > 1 and parallel.pipeline == 1:
         yield "parallel.virtual_pipeline: needs parallel.pipeline of at least 2"
     ranks, model_ranks = launcher.nproc_per_node, parallel.tensor * parallel.pipeline * parallel.context

@@ -1,8 +1,8 @@
 """Random access to the tensors of a torch_dist checkpoint: one at a time, in one process, without Megatron.
 
 `dist_checkpointing.load` fills a model, collectively. Digests and exports want the opposite: whole tensors by name,
-whatever layout wrote them, with one in memory. The layers of a model are one stored tensor with a leading layer axis;
-`read` takes the names with the layer written out.
+whatever layout wrote them, with one in memory. Layers and experts are leading axes of a stored tensor; `read` takes the
+names with both written out.
 """
 
 import os
@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from mca_lib.errors import CheckpointError
-from mca_lib.models.naming import LAYER, stacked_key
+from mca_lib.models.naming import stored_key, written_out
 
 
 @dataclass(frozen=True)
@@ -53,30 +53,23 @@ class CheckpointReader:
 
     def __iter__(self) -> Iterator[StoredTensor]:
         """Every tensor of the model, layer by layer, sorted by name."""
-        tensors = []
-        for key, meta in self.stored.items():
-            shape, dtype = tuple(meta.size), meta.properties.dtype
-            if not key.startswith("decoder.layers.") or LAYER.match(key):
-                tensors.append(StoredTensor(key, shape, dtype))
-                continue
-            suffix = key.removeprefix("decoder.layers.")
-            tensors += [StoredTensor(f"decoder.layers.{i}.{suffix}", shape[1:], dtype) for i in range(shape[0])]
+        tensors = [
+            StoredTensor(name, shape, meta.properties.dtype)
+            for key, meta in self.stored.items()
+            for name, _, shape in written_out(key, tuple(meta.size))
+        ]
         return iter(sorted(tensors, key=lambda t: t.name))
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor. Raises CheckpointError when it is not there or its file is damaged."""
-        key, layer = stacked_key(name)
-        if key not in self.stored:
-            key, layer = name, None
-        if key not in self.stored:
-            raise CheckpointError(f"{self.directory}: no tensor {name}")
+        key, index = self._find(name)
         meta = self.stored[key]
         shape = list(meta.size)
-        offsets = [0] * len(shape)
-        if layer is not None:
-            offsets[0], shape[0] = layer, 1
-        value = torch.empty(shape, dtype=meta.properties.dtype)
-        box = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(shape))
+        box = ChunkStorageMetadata(
+            offsets=torch.Size([*index, *[0] * (len(shape) - len(index))]),
+            sizes=torch.Size([*[1] * len(index), *shape[len(index) :]]),
+        )
+        value = torch.empty(box.sizes, dtype=meta.properties.dtype)
         items = create_read_items_for_chunk_list(key, meta, [box])
         if sum(item.lengths.numel() for item in items) != value.numel():
             raise CheckpointError(f"{self.directory}: {name} is stored only in part")
@@ -85,7 +78,14 @@ class CheckpointReader:
             self._storage.read_data(self._storage.prepare_local_plan(LoadPlan(items)), _InPlace(value)).wait()
         except Exception as e:
             raise CheckpointError(f"{self.directory}: {name} cannot be read ({type(e).__name__}: {e})") from e
-        return value[0] if layer is not None else value
+        return value.view(shape[len(index) :])
+
+    def _find(self, name: str) -> tuple[str, tuple[int, ...]]:
+        for stacked_layers in (True, False):
+            key, index = stored_key(name, stacked_layers)
+            if key in self.stored:
+                return key, index
+        raise CheckpointError(f"{self.directory}: no tensor {name}")
 
     def _check_files(self) -> None:
         """Every stored piece lies within its file."""

@@ -6,7 +6,7 @@ from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.converter.plan import entries
 from mca_lib.errors import CheckpointError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.naming import stacked_key
+from mca_lib.models.naming import stored_key
 
 WEIGHTS_FOLDER = "model"
 """Folder of the torch_dist checkpoint within an MCA checkpoint directory."""
@@ -32,10 +32,11 @@ def verify_model(directory: str | Path, config: McaModelConfig) -> CheckpointRea
 
 
 def expected_shapes(config: McaModelConfig) -> dict[str, tuple[int, ...]]:
-    """Stored name → shape, for a model of this config; layers are stacked on a leading axis."""
+    """Stored key → shape, for a model of this config; layers and experts are leading axes."""
     shapes: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, list[int]] = {}
     for entry in entries(config):
-        key, layer = stacked_key(entry.mca)
-        shape = entry.mapping.local_shape(config, 0, 1)
-        shapes[key] = shape if layer is None else (config.num_layers, *shape)
-    return shapes
+        key, index = stored_key(entry.mca, config.stacked_layers)
+        shapes[key] = entry.mapping.local_shape(config, 0, 1)
+        sizes[key] = [i + 1 for i in index]  # the last index is the highest
+    return {key: (*sizes[key], *shape) for key, shape in shapes.items()}

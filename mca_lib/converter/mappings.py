@@ -5,17 +5,26 @@ Megatron tensor. Each mapping says which segments one tensor-parallel rank owns;
 So splitting, fusing, their inverse and the shape check are one piece of code, and a new kind of weight is one method.
 
     Replicated   a                               every rank holds all of it
+    Column       a                               axis 0 is split (output features of a column-parallel layer)
     Row          a                               axis 1 is split (input features of a row-parallel layer)
     Vocabulary   a + padding                     axis 0 is split, padded with zeros to a multiple of the ranks
     QKV          q0 q1 k0 v0 | q2 q3 k1 v1 | ... heads interleaved by key/value group, axis 0 is split
     GatedMLP     gate | up                       each half is split on its own
 
-Names may hold `{layer}`. Dimensions are names of `McaModelConfig` attributes. Importing this needs no torch.
+Placeholders of a name say how often a row exists:
+
+    {layer}           once per layer, or per layer of `layers`
+    {expert}          once per expert; split over the expert tensor parallel ranks
+    {mtp}             once per multi-token prediction layer, counted from 0; {layer} goes on from the last layer then
+
+Dimensions are names of `McaModelConfig` attributes, dotted for a part (`moe.ffn_hidden_size`). Importing this needs no
+torch.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -43,6 +52,19 @@ class Segment(NamedTuple):
 PADDING = -1
 
 
+class TensorPlace(NamedTuple):
+    """Where a rank stands in its tensor parallel group, and in that of its experts."""
+
+    rank: int = 0
+    size: int = 1
+    expert_rank: int = 0
+    expert_size: int = 1
+
+    def of(self, mapping: "Mapping") -> tuple[int, int]:
+        """(rank, size) of the group that splits the mapping's tensor."""
+        return (self.expert_rank, self.expert_size) if mapping.per_expert else (self.rank, self.size)
+
+
 @dataclass(frozen=True)
 class Mapping(ABC):
     """One tensor of Megatron ⇄ one or more tensors of Hugging Face."""
@@ -56,6 +78,8 @@ class Mapping(ABC):
     """Names on the other side; a single one may be given as a string."""
     when: str | None = field(default=None, kw_only=True)
     """Attribute of the config that must be true for the row to exist."""
+    layers: str | None = field(default=None, kw_only=True)
+    """Attribute of the config that numbers the layers that have the row; None: all."""
 
     def __post_init__(self) -> None:
         if isinstance(self.hf, str):
@@ -77,9 +101,26 @@ class Mapping(ABC):
         return tuple(shape)
 
     @property
-    def per_layer(self) -> bool:
-        """Is there one such tensor for every layer?"""
-        return "{layer}" in self.mca
+    def per_expert(self) -> bool:
+        """Is there one such tensor for every expert?"""
+        return "{expert}" in self.mca
+
+    def indices(self, config: "McaModelConfig") -> Iterator[dict[str, int]]:
+        """What the placeholders of the names stand for, once for every tensor of this row."""
+        for outer in self._layer_indices(config):
+            if self.per_expert:
+                yield from ({**outer, "expert": expert} for expert in range(config.moe.num_experts))
+            else:
+                yield outer
+
+    def _layer_indices(self, config: "McaModelConfig") -> Iterator[dict[str, int]]:
+        if "{mtp}" in self.mca:
+            yield from ({"mtp": i, "layer": config.num_layers + i} for i in range(config.mtp_num_layers))
+        elif "{layer}" in self.mca:
+            layers = range(config.num_layers) if self.layers is None else attrgetter(self.layers)(config)
+            yield from ({"layer": i} for i in layers)
+        else:
+            yield {}
 
     def to_mca(
         self, parts: Sequence[TensorSlice], config: "McaModelConfig", rank: int = 0, size: int = 1
@@ -124,6 +165,19 @@ class Replicated(Mapping):
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
         yield Segment(0, 0, self.hf_shapes(config)[0][0])
+
+
+@dataclass(frozen=True)
+class Column(Mapping):
+    """Weight or bias of a column-parallel linear layer: [output, ...], the output features are split."""
+
+    dims: tuple[str, ...]
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        return (_sizes(config, self.dims),)
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        yield Segment(0, *_share(self.hf_shapes(config)[0][0], rank, size))
 
 
 @dataclass(frozen=True)
@@ -188,11 +242,14 @@ class QKV(Mapping):
 class GatedMLP(Mapping):
     """Gate and up projections of a SwiGLU layer, each split on its own: [gate share; up share]."""
 
+    dims: tuple[str, ...] = ("ffn_hidden_size", "hidden_size")
+    """Of one half."""
+
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
-        return ((config.ffn_hidden_size, config.hidden_size),) * 2
+        return (_sizes(config, self.dims),) * 2
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        start, stop = _share(config.ffn_hidden_size, rank, size)
+        start, stop = _share(self.hf_shapes(config)[0][0], rank, size)
         yield Segment(0, start, stop)
         yield Segment(1, start, stop)
 
@@ -210,4 +267,4 @@ def _share(length: int, rank: int, size: int) -> tuple[int, int]:
 
 
 def _sizes(config: "McaModelConfig", dims: tuple[str, ...]) -> Shape:
-    return tuple(getattr(config, d) for d in dims)
+    return tuple(attrgetter(d)(config) for d in dims)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from mca_lib.converter.hf_source import HfSource
+from mca_lib.converter.mappings import TensorPlace
 from mca_lib.converter.plan import EMBEDDING, Entry, Plan, TensorInfo, entries, make_plan
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
@@ -34,13 +35,12 @@ class ModelConverter:
     """Hugging Face ⇄ Megatron for the model that `config` describes.
 
     Args:
-        tensor_rank, tensor_size: this rank's place in the tensor parallel group.
+        place: where this rank stands in its tensor parallel groups; None is one rank.
     """
 
-    def __init__(self, config: McaModelConfig, tensor_rank: int = 0, tensor_size: int = 1) -> None:
+    def __init__(self, config: McaModelConfig, place: TensorPlace | None = None) -> None:
         self.config = config
-        self.tensor_rank = tensor_rank
-        self.tensor_size = tensor_size
+        self.place = place or TensorPlace()
 
     def plan(self, source: Mapping[str, TensorInfo]) -> Plan:
         """Raises ModelError listing the names that do not fit; reads no weights."""
@@ -57,7 +57,7 @@ class ModelConverter:
         for name, shape in held.items():
             if name not in targets:
                 raise ModelError(f"the weight table of {self.config.model_type} has no row for {name}")
-            expected = targets[name].mapping.local_shape(self.config, self.tensor_rank, self.tensor_size)
+            expected = self._local_shape(targets[name])
             if shape != expected:
                 raise ModelError(f"{name}: the model has shape {list(shape)}, the table {list(expected)}")
         if models[0].config.pipeline_model_parallel_size == 1 and (absent := sorted(targets.keys() - held.keys())):
@@ -101,6 +101,9 @@ class ModelConverter:
             for name, value in zip(entry.hf, values, strict=True):
                 yield name, value.to(dtypes[name])
 
+    def _local_shape(self, entry: Entry) -> tuple[int, ...]:
+        return entry.mapping.local_shape(self.config, *self.place.of(entry.mapping))
+
     def _read(self, entry: Entry, source: HfSource, plan: Plan) -> torch.Tensor:
         value = self._slices(entry.hf, entry, source)
         if plan.redundant_head and entry.hf == (EMBEDDING,):
@@ -114,7 +117,7 @@ class ModelConverter:
 
     def _slices(self, names: tuple[str, ...], entry: Entry, source: HfSource) -> torch.Tensor:
         parts = [source.slice(name) for name in names]
-        value = entry.mapping.to_mca(parts, self.config, self.tensor_rank, self.tensor_size)
+        value = entry.mapping.to_mca(parts, self.config, *self.place.of(entry.mapping))
         if not value.isfinite().all():
             _raise_not_finite(names, source)
         return value

@@ -62,14 +62,10 @@ class Plan:
 
 
 def entries(config: McaModelConfig, family: Family | None = None) -> Iterator[Entry]:
-    """The weight table of the model's family, with the layers written out."""
+    """The weight table of the model's family, with layers and experts written out."""
     for mapping in (family or family_of(config.model_type)).mappings(config):
-        for layer in range(config.num_layers) if mapping.per_layer else (None,):
-            yield Entry(
-                mapping,
-                mapping.mca.format(layer=layer),
-                tuple(name.format(layer=layer) for name in mapping.hf),
-            )
+        for index in mapping.indices(config):
+            yield Entry(mapping, mapping.mca.format(**index), tuple(name.format(**index) for name in mapping.hf))
 
 
 def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: Family | None = None) -> Plan:

@@ -9,12 +9,12 @@ import difflib
 import json
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
 
 CONFIG_NAME = "mca_config.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _SIZES = (
     "num_layers",
@@ -29,6 +29,13 @@ _SIZES = (
 
 
 @dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
 class Llama3Rope:
     """Llama 3's frequency-dependent rope scaling; every factor is the source's own, none has a default."""
 
@@ -39,14 +46,104 @@ class Llama3Rope:
 
 
 @dataclass(frozen=True)
+class YarnRope:
+    """YaRN (https://arxiv.org/abs/2309.00071): low frequencies interpolated, high ones kept, logits sharpened."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Factor of cos and sin; None follows from `factor` and the two below."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    """Round the bounds of the blended range to whole channels."""
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope
+ROPE_TYPES: dict[str, type[RopeScaling]] = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+"""Hugging Face's `rope_type` → class."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (https://arxiv.org/abs/2405.04434): queries and keys/values from low-rank latents."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Channels of a query or key head without position."""
+    qk_rope_head_dim: int
+    """Channels that rotate; those of the key are shared by all heads."""
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    """None: queries are projected directly."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def has_q_lora(self) -> bool:
+        return self.q_lora_rank is not None
+
+    @property
+    def direct_q(self) -> bool:
+        return self.q_lora_rank is None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP of some layers."""
+
+    num_experts: int
+    topk: int
+    """Experts that a token goes to."""
+    ffn_hidden_size: int
+    """Of one expert."""
+    layers: tuple[int, ...]
+    """Layers that have experts, counted from 0; the others have a dense MLP."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_topk: bool = True
+    """The weights of the chosen experts sum to 1 (before `scaling_factor`)."""
+    scaling_factor: float = 1.0
+    num_groups: int | None = None
+    """Experts form groups, of which `group_topk` are eligible for a token."""
+    group_topk: int | None = None
+    expert_bias: bool = False
+    """A bias per expert that takes part in the choice alone (https://arxiv.org/abs/2408.15664)."""
+    shared_ffn_hidden_size: int | None = None
+    """Of the expert that every token goes to; None: there is none."""
+    shared_gate: bool = False
+    """The shared expert's output is scaled by a sigmoid gate."""
+    aux_loss_coeff: float = 0.0
+    """Weight of the load balancing loss in training."""
+
+    def __post_init__(self) -> None:
+        _check_sizes(self, "num_experts", "topk", "ffn_hidden_size")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.topk > self.num_experts:
+            raise ModelError(f"model config: {self.topk} experts per token of {self.num_experts} experts")
+
+    @property
+    def has_shared(self) -> bool:
+        return self.shared_ffn_hidden_size is not None
+
+
+@dataclass(frozen=True)
 class McaModelConfig:
-    """A dense decoder-only transformer: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
+    """A decoder-only transformer: RMSNorm, rotary positions, causal attention, SwiGLU."""
 
     model_type: str
     """Hugging Face model type; names the family that maps config and weights."""
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
+    """Of a dense MLP."""
     num_attention_heads: int
     num_query_groups: int
     """Key/value heads."""
@@ -57,10 +154,19 @@ class McaModelConfig:
     max_position_embeddings: int
     norm_epsilon: float = 1e-6
     rotary_base: float = 10000.0
-    rope_scaling: Llama3Rope | None = None
+    rope_scaling: RopeScaling | None = None
+    sliding_window: int | None = None
+    """Tokens that a query sees, its own included; None: all before it."""
+    full_attention_layers: tuple[int, ...] = ()
+    """Layers without the window, counted from 0."""
+    latent_attention: LatentAttention | None = None
+    moe: Experts | None = None
+    mtp_num_layers: int = 0
+    """Multi-token prediction layers after the last (https://arxiv.org/abs/2412.19437, 2.2)."""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False
+    mlp_bias: bool = False
     qk_layernorm: bool = False
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
@@ -68,14 +174,15 @@ class McaModelConfig:
     """Dtype of most of the source's weights: what an export writes by default."""
     source_dtype_exceptions: dict[str, str] = field(default_factory=dict)
     """Hugging Face name → dtype, for the source's tensors that differ from `source_dtype`."""
+    source_copies: tuple[str, ...] = ()
+    """Hugging Face names under which the source stores a tensor a second time; an export writes them again."""
     hf_config: dict[str, Any] = field(default_factory=dict)
     """The source's config.json, whole."""
 
     def __post_init__(self) -> None:
-        for name in _SIZES:
-            value = getattr(self, name)
-            if type(value) is not int or value < 1:
-                raise ModelError(f"model config: {name} must be a positive integer, found {value!r}")
+        _check_sizes(self, *_SIZES)
+        for name in ("full_attention_layers", "source_copies"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.num_attention_heads % self.num_query_groups:
             raise ModelError(
                 f"model config: {self.num_attention_heads} attention heads do not divide into "
@@ -99,9 +206,30 @@ class McaModelConfig:
         """The output layer has a weight of its own."""
         return not self.tie_word_embeddings
 
+    # Layers that a row of a weight table is for.
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return self.moe.layers if self.moe else ()
+
+    @property
+    def dense_layers(self) -> tuple[int, ...]:
+        """Layers with a dense MLP."""
+        moe = set(self.moe_layers)
+        return tuple(i for i in range(self.num_layers) if i not in moe)
+
+    @property
+    def stacked_layers(self) -> bool:
+        """A checkpoint stores the layers as one tensor with a leading axis: they are all alike."""
+        return len(self.moe_layers) in (0, self.num_layers)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, every field."""
-        return {"format_version": FORMAT_VERSION, **asdict(self)}
+        values = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if self.rope_scaling is not None:
+            kind = next(name for name, cls in ROPE_TYPES.items() if type(self.rope_scaling) is cls)
+            values["rope_scaling"] = {"rope_type": kind, **values["rope_scaling"]}
+        return json.loads(json.dumps(values))  # tuples are lists, as in the file
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = CONFIG_NAME) -> Self:
@@ -110,16 +238,10 @@ class McaModelConfig:
         version = values.pop("format_version", FORMAT_VERSION)
         if version != FORMAT_VERSION:
             raise ConfigError(f"{where}: format_version {version!r} is not {FORMAT_VERSION}; convert the model again")
-        known = {f.name: f for f in fields(cls)}
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
-                raise ConfigError(f"{where}: unknown key {key!r}{hint}")
-        if missing := [n for n in _required(cls) if n not in values]:
-            raise ConfigError(f"{where}: missing key {', '.join(missing)}")
-        if values.get("rope_scaling") is not None:
-            values["rope_scaling"] = Llama3Rope(**values["rope_scaling"])
+        _check_keys(cls, values, where)
+        for name, parts in (("latent_attention", LatentAttention), ("moe", Experts)):
+            values[name] = _part(parts, values.get(name), f"{where}: {name}")
+        values["rope_scaling"] = _rope(values.get("rope_scaling"), f"{where}: rope_scaling")
         return cls(**values)
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -167,5 +289,39 @@ def read_json(path: Path, error: type[Exception]) -> dict[str, Any]:
     return value
 
 
-def _required(cls: type) -> list[str]:
-    return [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+def _check_keys(cls: type, values: dict[str, Any], where: str) -> None:
+    known = {f.name: f for f in fields(cls)}
+    for key in values:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
+            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
+    required = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [n for n in required if n not in values]:
+        raise ConfigError(f"{where}: missing key {', '.join(missing)}")
+
+
+def _part(cls: type, values: Any, where: str) -> Any:
+    if values is None:
+        return None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where} must be an object, found {values!r:.80}")
+    _check_keys(cls, values, where)
+    return cls(**values)
+
+
+def _rope(values: Any, where: str) -> RopeScaling | None:
+    if not isinstance(values, dict):
+        return _part(LinearRope, values, where)
+    values = dict(values)
+    kind = values.pop("rope_type", None)
+    if kind not in ROPE_TYPES:
+        raise ConfigError(f"{where}: rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
+    return _part(ROPE_TYPES[kind], values, where)
+
+
+def _check_sizes(config: object, *names: str) -> None:
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"model config: {name} must be a positive integer, found {value!r}")

@@ -26,6 +26,7 @@ from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.packing import document_bounds, zigzag_index
 from mca_lib.models.transformer_config import transformer_config
+from mca_lib.parallel import tensor_place
 
 
 class VirtualModels:
@@ -172,11 +173,7 @@ class PretrainedModel(MegatronModule):
             models = cls._empty(mca_config, args, use_cpu_initialization, directory)
             load_model(models.models, directory / WEIGHTS_FOLDER)
             return models
-        converter = ModelConverter(
-            mca_config,
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
+        converter = ModelConverter(mca_config, tensor_place())
         with HfSource(directory) as source:
             plan = converter.plan(source.tensors)
             models = cls._empty(plan.config(mca_config), args, use_cpu_initialization, directory)

@@ -25,7 +25,11 @@ class ParallelSizes(Protocol):
     virtual_pipeline: int | None
     context: int
     expert: int
+    expert_tensor: int | None
     sequence_parallel: bool
+    first_stage_layers: int | None
+    last_stage_layers: int | None
+    pipeline_layout: str | None
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,14 @@ class Layout:
     virtual_pipeline: int | None = None
     context: int = 1
     expert: int = 1
+    expert_tensor: int | None = None
+    """Ranks that share each expert; None: as many as share the other weights."""
     sequence_parallel: bool = False
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    """Layers of the first and last pipeline rank; None: an equal share of what is left."""
+    pipeline_layout: str | None = None
+    """What each stage holds, in Megatron's notation."""
 
     @classmethod
     def from_args(cls, args: object | None) -> "Layout":
@@ -50,7 +61,11 @@ class Layout:
             virtual_pipeline=args.virtual_pipeline_model_parallel_size,
             context=args.context_parallel_size,
             expert=args.expert_model_parallel_size,
+            expert_tensor=args.expert_tensor_parallel_size,
             sequence_parallel=args.sequence_parallel,
+            first_stage_layers=args.num_layers_in_first_pipeline_stage,
+            last_stage_layers=args.num_layers_in_last_pipeline_stage,
+            pipeline_layout=args.pipeline_model_parallel_layout,
         )
 
 

@@ -6,11 +6,12 @@ No torch here.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from mca_lib.converter.mappings import Mapping
 from mca_lib.errors import ModelError
-from mca_lib.models.config import McaModelConfig
+from mca_lib.models.config import Experts, LatentAttention, McaModelConfig
 from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.rope import rope_from_hf
 
@@ -22,7 +23,7 @@ HfConfig = dict[str, Any]
 
 @dataclass(frozen=True)
 class Field:
-    """A field of the Hugging Face config and the fields of `McaModelConfig` that carry it."""
+    """A field of the Hugging Face config and the fields of `McaModelConfig` that carry it, dotted for a part's."""
 
     hf: str
     mca: str | tuple[str, ...]
@@ -87,7 +88,7 @@ class Family:
             raise ModelError(f"config.json: architectures={architectures} is not supported; use {self.architecture}")
         for rule in self.neutral:
             rule.check(hf)
-        values = {name: f.read(hf) for f in self.fields for name in f.targets}
+        values = {**self.fixed, **{name: f.read(hf) for f in self.fields for name in f.targets}}
         rotary_base, rope_scaling = rope_from_hf(hf)
         try:
             return McaModelConfig(
@@ -95,8 +96,9 @@ class Family:
                 rotary_base=rotary_base,
                 rope_scaling=rope_scaling,
                 hf_config=dict(hf),
+                latent_attention=_part(LatentAttention, values, "latent_attention"),
+                moe=_part(Experts, values, "moe"),
                 **values,
-                **self.fixed,
             )
         except TypeError as e:
             raise ModelError(f"config.json: {e}") from e
@@ -105,7 +107,7 @@ class Family:
         """Config table, right to left: the source's config with the mapped fields as they are now."""
         hf = dict(config.hf_config)
         for f in self.fields:
-            value = getattr(config, f.targets[0])
+            value = attrgetter(f.targets[0])(config)
             if f.hf in hf and hf[f.hf] is None and f.read(hf) == value:
                 continue  # null in the source, and null still means the same
             if f.hf in hf or f.default is REQUIRED or f.read(hf) != value:
@@ -114,7 +116,14 @@ class Family:
 
     def mappings(self, config: McaModelConfig) -> list[Mapping]:
         """Rows of the weight table that this config has."""
-        return [m for m in self.weights if m.when is None or getattr(config, m.when)]
+        return [m for m in self.weights if m.when is None or attrgetter(m.when)(config)]
+
+
+def _part(cls: type, values: dict[str, Any], name: str) -> Any:
+    """The part that dotted targets describe, taken out of `values`; None when there is no such target."""
+    dotted = [target for target in values if target.startswith(f"{name}.")]
+    own = {target.partition(".")[2]: values.pop(target) for target in dotted}
+    return cls(**own) if own else None
 
 
 def _short(value: Any) -> str:

@@ -19,7 +19,12 @@ def layout_args(
     pipeline: int = 1,
     virtual_pipeline: int | None = None,
     context: int = 1,
+    expert: int = 1,
+    expert_tensor: int | None = None,
     sequence_parallel: bool = False,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    pipeline_layout: str | None = None,
     bf16: bool = False,
 ) -> Any:
     """Training arguments, as far as a model needs them."""
@@ -30,6 +35,11 @@ def layout_args(
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=virtual_pipeline,
         context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        num_layers_in_first_pipeline_stage=first_stage_layers,
+        num_layers_in_last_pipeline_stage=last_stage_layers,
+        pipeline_model_parallel_layout=pipeline_layout,
         sequence_parallel=sequence_parallel,
     )
     args.bf16, args.fp16 = bf16, False
