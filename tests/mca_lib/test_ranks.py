@@ -2,9 +2,15 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
+from mca_lib.errors import ModelError
 from tests.ranks import RankError
 
 
@@ -22,6 +28,14 @@ def raise_on_rank_1() -> None:
 
     if dist.get_rank() == 1:
         raise ValueError("the odd one")
+    dist.barrier()
+
+
+def raise_user_error_on_rank_1() -> None:
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ModelError("model.safetensors: not whole")
     dist.barrier()
 
 
@@ -64,3 +78,34 @@ def test_no_rank_outlives_its_call(ranks):
     for _, _, pid in ranks(2, sum_of_ranks, 0):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_what_a_user_can_mend_comes_back_as_such(ranks):
+    with pytest.raises(RankError) as raised:
+        ranks(2, raise_user_error_on_rank_1)
+    assert type(raised.value.user_error) is ModelError
+    assert str(raised.value.user_error) == "model.safetensors: not whole"
+    assert raised.value.summary == "rank 1 of 2: ModelError: model.safetensors: not whole"
+
+
+def test_nothing_outlives_a_caller_that_is_killed(tmp_path):
+    root = Path(__file__).parents[2]
+    script = "from mca_lib.ranks import RankPool\nimport pool_work\nRankPool().run_ranks(2, pool_work.wait)"
+    (tmp_path / "pool_work.py").write_text(
+        "import pathlib, time\n"
+        "def wait():\n"
+        "    pathlib.Path(__file__).with_name('running').touch()\n"
+        "    time.sleep(60)\n"
+    )
+    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{tmp_path}"}
+    caller = subprocess.Popen([sys.executable, "-c", script], env=env)
+    try:
+        while not (tmp_path / "running").exists():
+            assert caller.poll() is None
+            time.sleep(0.1)
+        family = psutil.Process(caller.pid).children(recursive=True)
+        assert len(family) == 3  # the server and two ranks
+    finally:
+        caller.kill()
+        caller.wait()
+    assert psutil.wait_procs(family, timeout=20)[1] == []
