@@ -15,6 +15,7 @@ from rich.tree import Tree
 
 from flows.recipe import load_recipe
 from mca_lib.errors import ConfigError
+from mca_lib.evaluation.report import comparison, note
 from tasks.store import Artifact, ArtifactStore, Lineage
 
 if TYPE_CHECKING:
@@ -216,18 +217,19 @@ def _print_result(console: Console, result: "PipelineResult") -> None:
         stages.add_row(name, mark, f"{outcome.seconds:.1f}", f"{name}/{outcome.artifact.key[:12]}")
     console.print()
     console.print(stages)
-    from flows.report import evaluation_note, evaluation_rows, is_worse
+    from flows.report import evaluation_metrics, is_worse
 
     evaluation = result.outcomes["evaluate"].artifact
-    heading, *rows = evaluation_rows(evaluation)
+    metrics = evaluation_metrics(evaluation)
+    heading, *rows = comparison(metrics)
     table = Table(*heading, box=None, pad_edge=False)
     for row in rows:
         table.add_row(*row)
     console.print()
     if rows:
         console.print(table)
-    console.print(evaluation_note(evaluation), style="dim")
-    if is_worse(evaluation):
+    console.print(note(metrics), style="dim")
+    if is_worse(metrics):
         console.print("warning: the trained model is worse than the base model on held-out rows", style="yellow")
     console.print()
     for name, path in (

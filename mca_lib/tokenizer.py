@@ -1,17 +1,35 @@
 """One way to load a model's tokenizer: from its directory alone, without code of its own."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from mca_lib.errors import ModelError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
 def load_tokenizer(directory: str | Path) -> Any:
     """transformers' tokenizer of a directory. Raises ModelError, on one line, when there is none that loads."""
     from transformers import AutoTokenizer
 
+    folder = Path(directory)
+    present = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
+    for path in present:
+        _refuse_malformed(path)
     try:
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the Rust tokenizers raise no narrower class for a damaged file
-        detail = " ".join(str(error).split())
-        raise ModelError(f"{directory}: no tokenizer can be loaded from it: {detail:.200}") from error
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # of any type: what the files hold is taken apart unchecked, and in Rust
+        detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        missing = "" if folder / TOKENIZER_FILES[0] in present else f"there is no {TOKENIZER_FILES[0]}; "
+        raise ModelError(f"{folder}: no tokenizer can be loaded from it: {missing}{detail:.200}") from None
+
+
+def _refuse_malformed(path: Path) -> None:
+    """Raise ModelError unless the file holds a JSON object."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path}: not a JSON object; fetch the file again")

@@ -33,12 +33,12 @@ from mca_lib.data.spill import Spill
 from mca_lib.data.split import hold_out, permutation
 from mca_lib.data.statistics import dataset_digest, split_digest, split_statistics
 from mca_lib.data.token_store import TokenStore
-from mca_lib.errors import DataError, ModelError
+from mca_lib.errors import DataError
+from mca_lib.tokenizer import load_tokenizer
 
 FORMAT = 1
 MAX_CUT_OFF_FRACTION = 0.5
 """`cutoff_len` is taken for a mistake when more than this share of the rows has no label left by it."""
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 EQUAL_TO_HELD_OUT = "equal to a row of the eval files"
 
 type Progress = Callable[..., None]
@@ -99,31 +99,10 @@ def dataset(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
 
 
 def _load_tokenizer(job: DatasetSpec) -> Any:
-    from transformers import AutoTokenizer
-
-    folder = Path(job.tokenizer_dir)
-    present = [folder / name for name in TOKENIZER_FILES if (folder / name).exists()]
-    for path in present:
-        _refuse_malformed(path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # of any type: what the files hold is taken apart unchecked, and in Rust
-        detail = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        missing = "" if folder / TOKENIZER_FILES[0] in present else f"there is no {TOKENIZER_FILES[0]}; "
-        raise ModelError(f"{folder}: no tokenizer can be loaded from it: {missing}{detail:.200}") from None
+    tokenizer = load_tokenizer(job.tokenizer_dir)
     # Long texts are cut here, by our own rule; the tokenizer's warning about them would be noise.
     tokenizer.model_max_length = 2**62
     return tokenizer
-
-
-def _refuse_malformed(path: Path) -> None:
-    """Raise ModelError unless the file holds a JSON object."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from None
-    if not isinstance(content, dict):
-        raise ModelError(f"{path}: not a JSON object; fetch the file again")
 
 
 def _build_encoder(job: DatasetSpec, tokenizer: Any) -> Any:

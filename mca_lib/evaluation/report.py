@@ -15,26 +15,38 @@ def markdown(metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -
     return "\n\n".join(parts) + "\n"
 
 
+def comparison(metrics: Mapping[str, Any]) -> list[list[str]]:
+    """The models side by side: a heading, then one row per measure; the heading alone when nothing was measured."""
+    models, change = metrics["models"], metrics["difference"]
+    rows = [["measure", *models]]
+    if metrics["documents"]:
+        rows += [
+            ["held-out loss", *(f"{m['loss']:.4f}" for m in models.values())],
+            ["perplexity", *(_perplexity(m["perplexity"]) for m in models.values())],
+            ["next-token accuracy", *(f"{m['accuracy']:.1%}" for m in models.values())],
+        ]
+    if change:
+        for row, cell in zip(rows, ["change", *_changes(change)], strict=True):
+            row.append(cell)
+    return rows
+
+
+def note(metrics: Mapping[str, Any]) -> str:
+    """How many rows and tokens the figures rest on."""
+    return metrics["note"] or f"{metrics['documents']} held-out rows, {metrics['tokens']} tokens with loss"
+
+
 def _figures(metrics: Mapping[str, Any]) -> list[str]:
-    models = metrics["models"]
     if not metrics["documents"]:
         return [f"{metrics['note'].capitalize()}: loss and accuracy were not measured."]
-    names = list(models)
-    rows = [
-        ["", *names],
-        ["---", *("---:" for _ in names)],
-        ["loss", *(f"{models[name]['loss']:.4f}" for name in names)],
-        ["perplexity", *(_perplexity(models[name]["perplexity"]) for name in names)],
-        ["next-token accuracy", *(f"{models[name]['accuracy']:.1%}" for name in names)],
-    ]
-    if difference := metrics["difference"]:
-        for row, cell in zip(rows, ["change", "---:", *_changes(difference)], strict=True):
-            row.append(cell)
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    note = f"{metrics['documents']} held-out rows, {metrics['tokens']} tokens with loss."
-    if difference and difference["loss_stderr"] is not None:
-        note += " ± is one standard error, paired over rows."
-    return [table, note]
+    heading, *rows = comparison(metrics)
+    rule = ["---", *("---:" for _ in heading[1:])]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *rows))
+    difference = metrics["difference"]
+    paired = (
+        " ± is one standard error, paired over rows." if difference and difference["loss_stderr"] is not None else ""
+    )
+    return [table, f"{note(metrics)}.{paired}"]
 
 
 def _perplexity(value: float | None) -> str:

@@ -12,8 +12,9 @@ from prefect.states import Pending, State
 
 from flows.graph import NODES
 from flows.pipeline import PipelineResult, pipeline
-from flows.report import evaluation_rows
+from flows.report import evaluation_metrics
 from mca_lib.errors import ConfigError, DataError
+from mca_lib.evaluation.report import comparison
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run
 
@@ -41,7 +42,7 @@ def test_the_exported_model_is_one_that_transformers_loads(finished: Run):
         path.name for path in exported.iterdir()
     }
     # Evaluation loaded it with transformers and refuses missing weights.
-    heading, loss, *_ = evaluation_rows(finished.result.outcomes["evaluate"].artifact)
+    heading, loss, *_ = comparison(evaluation_metrics(finished.result.outcomes["evaluate"].artifact))
     assert heading == ["measure", "base", "trained", "change"]
     assert float(loss[2]) < float(loss[1])
     samples = finished.result.outcomes["evaluate"].artifact.path / "samples.jsonl"

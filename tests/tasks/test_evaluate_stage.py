@@ -84,7 +84,7 @@ def test_artifact_holds_figures_samples_and_report(evaluated):
     (sample,) = (json.loads(line) for line in (evaluated.path / "samples.jsonl").read_text().splitlines())
     assert QUESTION in sample["prompt"]
     assert sample["reference"] == ANSWER
-    assert "| loss |" in (evaluated.path / "report.md").read_text()
+    assert "| held-out loss |" in (evaluated.path / "report.md").read_text()
 
 
 def test_second_run_is_served_from_the_store(store, stage, evaluated):

@@ -17,9 +17,9 @@ SAMPLE = {"prompt": "Say ```hi```", "reference": "hi", "answers": {"base": "…"
 
 def test_table_sets_the_models_side_by_side():
     assert markdown(METRICS, []).splitlines()[2:] == [
-        "|  | base | trained | change |",
+        "| measure | base | trained | change |",
         "| --- | ---: | ---: | ---: |",
-        "| loss | 6.8800 | 0.0414 | −6.8386 ± 0.0421 |",
+        "| held-out loss | 6.8800 | 0.0414 | −6.8386 ± 0.0421 |",
         "| perplexity | 972.6 | 1.042 |  |",
         "| next-token accuracy | 0.0% | 99.8% | +99.8 points |",
         "",
