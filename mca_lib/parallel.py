@@ -2,17 +2,20 @@
 
     world = data × context × pipeline × tensor        ranks of one tensor group are neighbours
 
-The layout decides speed and memory, never the result. Ranks come from torchrun's environment; without one, this
-process is a world of its own. On CPU the ranks talk by gloo, on the loopback interface when they share a machine.
+Sizes and their rules are in `mca_lib.models.layout`. The layout decides speed and memory, never the result. Ranks
+come from torchrun's environment; without one, this process is a world of its own. On CPU the ranks talk by gloo, on
+the loopback interface when they share a machine.
 """
 
 import datetime
+import itertools
 import os
 import random
 from dataclasses import dataclass, field
 
 from mca_lib.converter.mappings import TensorPlace
 from mca_lib.errors import ConfigError
+from mca_lib.models.layout import ARGUMENTS, Layout, model_ranks, rank_problems, size_problems, virtual_stages
 from mca_lib.platforms import install
 
 PROCESS_GROUP_TIMEOUT = datetime.timedelta(minutes=30)
@@ -48,39 +51,19 @@ class DistributingParallelArguments:
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that hold one replica of the model; expert parallelism lives inside the data parallel dimension."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        """Ranks that hold one replica of the model."""
+        return model_ranks(Layout.from_args(self))
 
     def data_parallel_size(self, world_size: int) -> int:
         """Replicas of the model. Raises ConfigError when the layout does not fit `world_size` ranks."""
-        if world_size % self.model_parallel_size:
-            raise ConfigError(
-                f"{world_size} ranks cannot be split into "
-                f"tensor_model_parallel_size={self.tensor_model_parallel_size} × "
-                f"pipeline_model_parallel_size={self.pipeline_model_parallel_size} × "
-                f"context_parallel_size={self.context_parallel_size} = {self.model_parallel_size}: "
-                f"use a multiple of {self.model_parallel_size} ranks"
-            )
+        self.check(world_size)
         return world_size // self.model_parallel_size
 
     def check(self, world_size: int) -> None:
         """Raise ConfigError naming the fields that contradict each other or the number of ranks."""
-        for name in (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}: it must be at least 1")
-        self.data_parallel_size(world_size)
-        if (self.virtual_pipeline_model_parallel_size or 1) > 1 and self.pipeline_model_parallel_size == 1:
-            raise ConfigError(
-                f"virtual_pipeline_model_parallel_size={self.virtual_pipeline_model_parallel_size} needs "
-                "pipeline_model_parallel_size of at least 2"
-            )
-        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
-            raise ConfigError("sequence_parallel needs tensor_model_parallel_size of at least 2")
+        layout = Layout.from_args(self)
+        for problem in itertools.chain(size_problems(layout, ARGUMENTS), rank_problems(layout, world_size, ARGUMENTS)):
+            raise ConfigError(problem)
 
 
 def pipeline_communication(args: DistributingParallelArguments) -> dict[str, bool]:
@@ -90,7 +73,7 @@ def pipeline_communication(args: DistributingParallelArguments) -> dict[str, boo
     exchanges are then matched in posting order under gloo and swap activations with gradients: the loss looks right,
     the gradients are wrong (megatron-core 0.19.2; its own launcher refuses that combination).
     """
-    interleaved = (args.virtual_pipeline_model_parallel_size or 1) > 1
+    interleaved = virtual_stages(Layout.from_args(args)) is not None
     return {"overlap_p2p_comm": interleaved, "batch_p2p_comm": not interleaved}
 
 
@@ -107,11 +90,10 @@ def initialize_model_parallel(args: DistributingParallelArguments, seed: int = 4
     if not dist.is_initialized():
         _init_process_group(platform.backend)
     args.check(dist.get_world_size())
-    chunks = args.virtual_pipeline_model_parallel_size
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=chunks if chunks and chunks > 1 else None,
+        virtual_pipeline_model_parallel_size=virtual_stages(Layout.from_args(args)),
         context_parallel_size=args.context_parallel_size,
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,

@@ -20,7 +20,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from mca_lib import errors
 from mca_lib.errors import ConfigError, UserError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.registry import check_config_layout
+from mca_lib.models.layout import model_ranks, rank_problems, size_problems
+from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
@@ -154,7 +155,7 @@ class TrainStage(Stage):
     def produce(self, ctx: StageContext) -> Produced:
         for problem in training_problems(self.training, self.parallel, self.launcher):
             raise ConfigError(problem)
-        check_config_layout(McaModelConfig.from_pretrained(self.checkpoint.path), self.parallel)
+        check_training_layout(McaModelConfig.from_pretrained(self.checkpoint.path), self.parallel)
         final, result = ctx.work / "final", ctx.work / RESULT_NAME
         # The result is written last: with both, an earlier attempt had come to its end.
         if not (final.is_dir() and result.is_file()):
@@ -242,16 +243,12 @@ def training_problems(training: TrainingConfig, parallel: ParallelConfig, launch
         yield "training.finetuning_type: lora is not available in this release; use full"
     if not training.use_mca:
         yield "training.use_mca: the LLaMA-Factory backend is not available in this release; use true"
-    if (parallel.virtual_pipeline or 1) > 1 and parallel.pipeline == 1:
-        yield "parallel.virtual_pipeline: needs parallel.pipeline of at least 2"
-    ranks, model_ranks = launcher.nproc_per_node, parallel.tensor * parallel.pipeline * parallel.context
-    if ranks % model_ranks:
-        yield (
-            f"launcher.nproc_per_node: {ranks} ranks are not a multiple of parallel.tensor × parallel.pipeline × "
-            f"parallel.context = {model_ranks}"
-        )
+    ranks, problems = launcher.nproc_per_node, [*size_problems(parallel)]
+    problems = problems or [f"launcher.nproc_per_node: {problem}" for problem in rank_problems(parallel, ranks)]
+    if problems:
+        yield from problems
         return
-    replicas = ranks // model_ranks
+    replicas = ranks // model_ranks(parallel)
     rows = training.micro_batch_size * replicas
     if training.global_batch_size % rows:
         yield (

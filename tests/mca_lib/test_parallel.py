@@ -64,9 +64,15 @@ def test_a_plain_process_is_a_world_of_its_own(ranks):
     ("args", "world_size", "named"),
     [
         (DistributingParallelArguments(tensor_model_parallel_size=2), 3, "tensor_model_parallel_size=2"),
-        (DistributingParallelArguments(tensor_model_parallel_size=0), 1, "tensor_model_parallel_size is 0"),
+        (DistributingParallelArguments(tensor_model_parallel_size=0), 1, "tensor_model_parallel_size: 0"),
         (DistributingParallelArguments(virtual_pipeline_model_parallel_size=2), 2, "pipeline_model_parallel_size"),
         (DistributingParallelArguments(sequence_parallel=True), 2, "sequence_parallel"),
+        (DistributingParallelArguments(expert_model_parallel_size=4), 2, "2 ranks .* expert_model_parallel_size=4"),
+        (
+            DistributingParallelArguments(2, expert_model_parallel_size=2, expert_tensor_parallel_size=2),
+            2,
+            "expert_tensor_parallel_size=2 × expert_model_parallel_size=2 × pipeline_model_parallel_size=1 = 4",
+        ),
     ],
 )
 def test_a_layout_that_does_not_fit_names_the_field(args, world_size, named):

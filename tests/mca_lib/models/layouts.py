@@ -10,6 +10,10 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "PP2 with two chunks each": (2, {"pipeline": 2, "virtual_pipeline": 2}),
     "CP2": (2, {"context": 2}),
     "TP2 PP2": (4, {"tensor": 2, "pipeline": 2}),
+    "PP2 uneven": (2, {"pipeline": 2, "first_stage_layers": 1}),
+    "PP2 custom layout": (2, {"pipeline": 2, "pipeline_layout": "Et|t*3L"}),
+    "PP2 custom layout, output layer alone": (2, {"pipeline": 2, "pipeline_layout": "Et*4|L"}),
+    "PP2 VPP2 custom": (2, {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "E|t*2|t|tL"}),
 }
 """Name → (ranks, parallel sizes)."""
 

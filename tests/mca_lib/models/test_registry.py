@@ -6,7 +6,8 @@ import pytest
 
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import Llama3Rope
-from mca_lib.models.registry import FAMILIES, Layout, check_hf_config, check_layout, config_from_hf
+from mca_lib.models.layout import Layout
+from mca_lib.models.registry import FAMILIES, check_hf_config, check_layout, config_from_hf
 
 BASE: dict[str, Any] = {
     "model_type": "llama",
