@@ -11,6 +11,7 @@ time.
 """
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,12 @@ def digest(spec: dict[str, Any], progress: Any) -> dict[str, Any]:
     return checkpoint_digest(spec["checkpoint"], progress)
 
 
-def checkpoint_digest(directory: str | Path, progress: Any = None) -> dict[str, Any]:
-    """{"digest", "parts"} of an MCA checkpoint directory. Raises CheckpointError when it is not whole."""
+def checkpoint_digest(directory: str | Path, progress: Any = None, *, weights: str | None = None) -> dict[str, Any]:
+    """{"digest", "parts"} of an MCA checkpoint directory. Raises CheckpointError when it is not whole.
+
+    Args:
+        weights: their digest, where the writer has made it on the way; else they are read.
+    """
     directory = Path(directory)
     if not is_mca_checkpoint(directory):
         raise CheckpointError(f"{directory}: no {CONFIG_NAME}; give the directory of an MCA checkpoint")
@@ -38,7 +43,7 @@ def checkpoint_digest(directory: str | Path, progress: Any = None) -> dict[str, 
     tokenizer = tokenizer_files(directory)
     others = [p for p in side_files(directory) if p not in tokenizer]
     parts = {
-        "weights": weights_digest(directory / WEIGHTS_FOLDER, progress),
+        "weights": weights or weights_digest(directory / WEIGHTS_FOLDER, progress),
         "config": json_digest(config.to_dict()),
         "tokenizer": files_digest(directory, tokenizer),
         "generation": files_digest(directory, others),
@@ -52,10 +57,20 @@ def weights_digest(directory: str | Path, progress: Any = None) -> str:
     tensors = list(reader)
     rows = []
     for done, tensor in enumerate(tensors):
-        rows.append([tensor.name, str(tensor.dtype), list(tensor.shape), tensor_digest(reader.read(tensor.name))])
+        rows.append(tensor_row(tensor.name, reader.read(tensor.name)))
         if progress is not None:
             progress(done + 1, len(tensors))
-    return json_digest(rows)
+    return rows_digest(rows)
+
+
+def tensor_row(name: str, tensor: torch.Tensor) -> list[Any]:
+    """What the digest of the weights takes of a tensor."""
+    return [name, str(tensor.dtype), list(tensor.shape), tensor_digest(tensor)]
+
+
+def rows_digest(rows: Iterable[list[Any]]) -> str:
+    """Digest of the weights from the rows of all tensors, in any order."""
+    return json_digest(sorted(rows))
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

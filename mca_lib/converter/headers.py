@@ -1,10 +1,13 @@
 """What the headers of a Hugging Face directory's weight files say. No torch: preflight reads them in milliseconds."""
 
 import json
+import math
 import struct
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
+from mca_lib.converter.block_scaled import dequantized
 from mca_lib.converter.plan import TensorInfo, make_plan
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig, read_json
@@ -12,8 +15,32 @@ from mca_lib.models.config import McaModelConfig, read_json
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_FILE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
+_DTYPES = {
+    "F64": ("float64", 8),
+    "F32": ("float32", 4),
+    "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2),
+    "F8_E4M3": ("float8_e4m3fn", 1),
+    "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E8M0": ("float8_e8m0fnu", 1),
+    "I64": ("int64", 8),
+    "I32": ("int32", 4),
+    "I16": ("int16", 2),
+    "I8": ("int8", 1),
+    "U8": ("uint8", 1),
+    "BOOL": ("bool", 1),
+}
+"""Name in a header → torch's name, bytes of an element."""
 _MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies in its file."""
+
+    info: TensorInfo
+    start: int
+    """Byte of the file at which its data begin."""
 
 
 def check_weights(config: McaModelConfig, directory: Path) -> None:
@@ -26,13 +53,18 @@ def check_weights(config: McaModelConfig, directory: Path) -> None:
         check_against_index(path, names, found)
         tensors |= found
     try:
-        make_plan(config, tensors)
+        make_plan(config, dequantized(tensors, config.hf_config))
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Names, shapes and dtypes of a safetensors file. Raises ModelError when it is damaged or truncated.
+    """Names, shapes and dtypes of a safetensors file. Raises ModelError when it is damaged or truncated."""
+    return {name: tensor.info for name, tensor in read_layout(path).items()}
+
+
+def read_layout(path: Path) -> dict[str, StoredTensor]:
+    """What a safetensors file holds, and where. Raises ModelError when it is damaged or truncated.
 
     Format: 8 bytes little-endian length of the header, JSON header, data (https://github.com/huggingface/safetensors).
     """
@@ -43,16 +75,34 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             if length > min(size, _MAX_HEADER):
                 raise ValueError("its header is longer than the file")
             header = json.loads(file.read(length))
-        end = max((t["data_offsets"][1] for n, t in header.items() if n != "__metadata__"), default=0)
+        header.pop("__metadata__", None)
+        end = _check_offsets(header)
         if size != 8 + length + end:
             raise ValueError(f"it has {size} bytes and its header promises {8 + length + end}")
         return {
-            name: TensorInfo(tuple(t["shape"]), _DTYPES.get(t["dtype"], t["dtype"]))
+            name: StoredTensor(
+                TensorInfo(tuple(t["shape"]), _DTYPES.get(t["dtype"], (t["dtype"],))[0]),
+                8 + length + t["data_offsets"][0],
+            )
             for name, t in header.items()
-            if name != "__metadata__"
         }
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
         raise ModelError(f"{path}: not a whole safetensors file: {e}") from e
+
+
+def _check_offsets(header: dict[str, dict]) -> int:
+    """Bytes of data: the tensors lie end to end, each as long as its shape says. Raises ValueError."""
+    position = 0
+    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        start, stop = tensor["data_offsets"]
+        if start != position:
+            raise ValueError(f"{name} begins at byte {start} of the data, the one before ends at {position}")
+        if tensor["dtype"] in _DTYPES:
+            expected = math.prod(tensor["shape"]) * _DTYPES[tensor["dtype"]][1]
+            if stop - start != expected:
+                raise ValueError(f"{name} has {stop - start} bytes, its shape and dtype make {expected}")
+        position = stop
+    return position
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:

@@ -1,68 +1,98 @@
 """The weights of a Hugging Face directory, read slice by slice.
 
 Headers say everything that a plan needs; a byte of weights is read only when a slice is asked for, and only that
-slice. Pickled checkpoints are read too, with `weights_only` and memory-mapped.
+slice. Quantized tensors show as what they stand for (`block_scaled`). Pickled checkpoints are read too, with
+`weights_only` and memory-mapped.
 """
 
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import torch
-from safetensors import safe_open
 
-from mca_lib.converter.headers import check_against_index, read_header, weight_files
+from mca_lib.converter.block_scaled import BlockScaled, block_size, dequantized, scale_name
+from mca_lib.converter.file_tensor import FileTensor, ReadCounter
+from mca_lib.converter.headers import StoredTensor, check_against_index, read_layout, weight_files
 from mca_lib.converter.mappings import TensorSlice
 from mca_lib.converter.plan import TensorInfo
 from mca_lib.errors import ModelError
+from mca_lib.models.config import read_json
 
 
 class HfSource:
-    """Tensors of a Hugging Face directory by name.
+    """Tensors of a Hugging Face directory by name; threads may share one.
 
     Raises ModelError on construction when files are missing, truncated, or disagree with the index.
     """
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self.tensors: dict[str, TensorInfo] = {}
+        self._stored: dict[str, StoredTensor] = {}
         self._file: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
-        expected = weight_files(self.directory)
-        for path, names in expected.items():
-            found = _pickle_header(self._pickle(path)) if path.suffix == ".bin" else read_header(path)
-            check_against_index(path, names, found)
-            for name, info in found.items():
+        self._open: dict[Path, IO[bytes]] = {}
+        self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
+        self._counter = ReadCounter()
+        for path, names in weight_files(self.directory).items():
+            found = self._pickle_layout(path) if path.suffix == ".bin" else read_layout(path)
+            check_against_index(path, names, {name: stored.info for name, stored in found.items()})
+            for name, stored in found.items():
                 if name in self._file:
                     raise ModelError(f"{path}: {name} is also in {self._file[name].name}")
-                self._file[name], self.tensors[name] = path, info
+                self._file[name], self._stored[name] = path, stored
+        hf = _config(self.directory)
+        self._block = block_size(hf)
+        self.tensors: dict[str, TensorInfo] = dequantized({n: s.info for n, s in self._stored.items()}, hf)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for file in self._open.values():
+            file.close()
         self._open.clear()
+        self._pickles.clear()
+
+    @property
+    def bytes_read(self) -> int:
+        """Of weights, from safetensors files; headers do not count."""
+        return self._counter.bytes
 
     def slice(self, name: str) -> TensorSlice:
         """The tensor, to be indexed."""
-        path = self._file[name]
-        if path.suffix == ".bin":
-            return self._pickle(path)[name]
-        if path not in self._open:
-            self._open[path] = safe_open(path, framework="pt")
-        return self._open[path].get_slice(name)
+        info = self._stored[name].info
+        if self.tensors[name] == info:
+            return self._raw(name)
+        return BlockScaled(self._raw(name), self._raw(scale_name(name)), info.shape, self._block)
 
     def file(self, name: str) -> Path:
         """The file that holds the tensor."""
         return self._file[name]
 
-    def _pickle(self, path: Path) -> dict[str, torch.Tensor]:
+    def _raw(self, name: str) -> TensorSlice:
+        path, stored = self._file[name], self._stored[name]
+        if path.suffix == ".bin":
+            return self._pickle(path)[name]
         if path not in self._open:
+            self._open[path] = path.open("rb", buffering=0)
+        dtype = getattr(torch, stored.info.dtype)
+        return FileTensor(self._open[path], path, stored.start, stored.info.shape, dtype, self._counter)
+
+    def _pickle(self, path: Path) -> dict[str, torch.Tensor]:
+        if path not in self._pickles:
             try:
-                self._open[path] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                self._pickles[path] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             except Exception as e:
                 raise ModelError(f"{path}: not a readable PyTorch checkpoint ({type(e).__name__}: {e})") from e
-        return self._open[path]
+        return self._pickles[path]
+
+    def _pickle_layout(self, path: Path) -> dict[str, StoredTensor]:
+        return {
+            name: StoredTensor(TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch.")), 0)
+            for name, t in self._pickle(path).items()
+        }
 
 
-def _pickle_header(tensors: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
-    return {n: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}
+def _config(directory: Path) -> dict[str, Any]:
+    """config.json; empty where there is none, since weights alone are a source too."""
+    path = directory / "config.json"
+    return read_json(path, ModelError) if path.is_file() else {}

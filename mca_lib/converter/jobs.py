@@ -1,21 +1,29 @@
 """The jobs `convert` and `export` of `python -m mca_lib.job`.
 
 convert    {"model": HF directory, "output": directory, "max_logits_difference": 1e-3,
-            "text_files": [...], "prompts": [...]}    the last two are optional
+            "text_files": [...], "prompts": [...]}    the last two are optional; null for the third: logits unchecked
 export     {"checkpoint": MCA directory, "output": directory, "dtype": "auto", "max_shard_size": "5GB"}
 """
 
-from dataclasses import asdict
+from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from mca_lib.converter.export import export_hf
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter, Progress
-from mca_lib.converter.parity import check_difference, compare_logits, hf_logits, mca_logits, sample_ids
+from mca_lib.converter.parity import (
+    LogitsDifference,
+    check_difference,
+    compare_logits,
+    hf_logits,
+    mca_logits,
+    sample_ids,
+)
 from mca_lib.converter.plan import Plan
-from mca_lib.errors import ModelError
+from mca_lib.converter.stream import convert_hf
+from mca_lib.errors import ModelError, ResourceError
+from mca_lib.memory import available_memory
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 
 
@@ -23,39 +31,30 @@ def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     """Hugging Face directory → MCA checkpoint, then proof: the written checkpoint, loaded back, against transformers.
 
     Returns:
-        {"digest", "parts", "parameters", "dtype", "tensors", "logits": {"max_difference", "kl_divergence", ...}}
+        what `convert_hf` returns, and "logits": {"max_difference", "kl_divergence", ...}, null when not checked
 
     Raises:
         ModelError: the model is unsupported or inconsistent, or its logits are off.
+        ResourceError: the logits are to be checked and the model does not fit into memory.
     """
-    model, output = Path(spec["model"]), Path(spec["output"])
+    model, output, limit = Path(spec["model"]), Path(spec["output"]), spec["max_logits_difference"]
     if is_mca_checkpoint(model):
         raise ModelError(f"{model}: already an MCA checkpoint; give the directory of a Hugging Face model")
+    if limit is None:
+        return {**convert_hf(model, output, progress=progress), "logits": None}
     config = McaModelConfig.from_pretrained(model)
     with HfSource(model) as source:
         plan = ModelConverter(config).plan(source.tensors)
-    config = plan.config(config)
+        _check_memory(model, plan, config)
     ids = sample_ids(model, config.vocab_size, config.max_position_embeddings, _texts(spec))
-    reference = hf_logits(model, ids)  # before Megatron is here: what transformers computes, untouched
+    reference_SV = hf_logits(model, ids)  # before Megatron is here: what transformers computes, untouched
 
-    from mca_lib.checkpoint.digest import checkpoint_digest
-    from mca_lib.models import AutoModel
-    from mca_lib.parallel import DistributingParallelArguments, destroy_model_parallel, initialize_model_parallel
+    def check(folder: Path, plan: Plan) -> dict[str, Any]:
+        difference = _compare(folder, plan, ids, reference_SV)
+        check_difference(difference, limit, str(model))
+        return {"logits": difference.to_dict()}
 
-    initialize_model_parallel(DistributingParallelArguments())
-    try:
-        parameters = _write(model, output, config, plan, progress)
-        difference = compare_logits(reference, mca_logits(AutoModel.from_pretrained(output), ids))
-    finally:
-        destroy_model_parallel()
-    check_difference(difference, spec["max_logits_difference"], str(model))
-    return {
-        **checkpoint_digest(output),
-        "parameters": parameters,
-        "dtype": plan.dtype,
-        "tensors": len(plan.entries),
-        "logits": difference.to_dict(),
-    }
+    return convert_hf(model, output, check=check, progress=progress)
 
 
 def export(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -69,28 +68,35 @@ def export(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     )
 
 
-def _write(model: Path, output: Path, config: McaModelConfig, plan: Plan, progress: Progress) -> int:
-    """Convert and save; the model is released on return. Returns its number of parameters."""
+def _check_memory(model: Path, plan: Plan, config: McaModelConfig) -> None:
+    """The comparison holds the model in fp32, and once more while it is read."""
+    elements = sum(prod(e.mapping.local_shape(config, 0, 1)) for e in plan.entries)
+    needed, available = 2 * 4 * elements, available_memory()
+    if needed > available:
+        raise ResourceError(
+            f"{model}: comparing the logits takes {needed / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are "
+            "available; run on a larger machine, or set checkpoint.max_logits_difference: null to convert unchecked"
+        )
+
+
+def _compare(folder: Path, plan: Plan, ids: list[int], reference_SV: Any) -> LogitsDifference:
+    """Load the checkpoint as a training run does, in one rank, and compare."""
+    from mca_lib.checkpoint.model import load_model
+    from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
     from mca_lib.models.gpt import McaGPTModel
     from mca_lib.models.model_factory import VirtualModels
     from mca_lib.models.transformer_config import transformer_config
+    from mca_lib.parallel import DistributingParallelArguments, destroy_model_parallel, initialize_model_parallel
 
-    megatron = transformer_config(
-        config, _precision(plan.dtype), use_cpu_initialization=True, perform_initialization=False
-    )
-    models = VirtualModels(McaGPTModel, config, megatron, source=model)
-    with HfSource(model) as source:
-        ModelConverter(config).load(models, source, plan, keep_dtype=True, progress=progress)
-    models.save_pretrained(output)
-    return models.num_parameters()
-
-
-def _precision(dtype: str) -> SimpleNamespace:
-    """Arguments of one rank whose weights have this dtype."""
-    from mca_lib.parallel import DistributingParallelArguments
-
-    layout = asdict(DistributingParallelArguments())
-    return SimpleNamespace(**layout, bf16=dtype == "bfloat16", fp16=dtype == "float16")
+    config = McaModelConfig.from_pretrained(folder)
+    initialize_model_parallel(DistributingParallelArguments())
+    try:
+        models = VirtualModels(McaGPTModel, config, transformer_config(config, perform_initialization=False))
+        ModelConverter(config).check_targets(models.models, plan)
+        load_model(models.models, folder / WEIGHTS_FOLDER)
+        return compare_logits(reference_SV, mca_logits(models, ids))
+    finally:
+        destroy_model_parallel()
 
 
 def _texts(spec: dict[str, Any]) -> list[str]:

@@ -17,8 +17,8 @@ Placeholders of a name say how often a row exists:
     {expert}          once per expert; split over the expert tensor parallel ranks
     {mtp}             once per multi-token prediction layer, counted from 0; {layer} goes on from the last layer then
 
-Dimensions are names of `McaModelConfig` attributes, dotted for a part (`moe.ffn_hidden_size`). Importing this needs no
-torch.
+Dimensions are names of `McaModelConfig` attributes, dotted for a part (`moe.ffn_hidden_size`), or numbers. Importing
+this needs no torch.
 """
 
 from abc import ABC, abstractmethod
@@ -33,10 +33,16 @@ if TYPE_CHECKING:
     from mca_lib.models.config import McaModelConfig
 
 Shape = tuple[int, ...]
+Dim = str | int
 
 
 class TensorSlice(Protocol):
-    """A tensor, possibly still on disk, that gives parts of itself (a `torch.Tensor`, a safetensors slice)."""
+    """A tensor, possibly still on disk, that gives parts of itself: a `torch.Tensor`, or one in a file.
+
+    One in a file also has `read_into(destination, index)`, which makes no tensor of its own.
+    """
+
+    dtype: "torch.dtype"
 
     def __getitem__(self, index: object) -> "torch.Tensor": ...
 
@@ -128,19 +134,31 @@ class Mapping(ABC):
         """The rank's Megatron tensor, reading of `parts` only what it owns."""
         import torch
 
+        value = torch.empty(self.local_shape(config, rank, size), dtype=parts[0].dtype)
+        self.fill(value, parts, config, rank, size)
+        return value
+
+    def fill(
+        self,
+        destination: "torch.Tensor",
+        parts: Sequence[TensorSlice],
+        config: "McaModelConfig",
+        rank: int = 0,
+        size: int = 1,
+    ) -> None:
+        """Fill a CPU tensor of `local_shape` and the dtype of the parts, reading of them only what the rank owns."""
         lead = (slice(None),) * self.axis
-        pieces, padding = [], 0
+        position = 0
         for source, start, stop in self.segments(config, rank, size):
+            target = destination.narrow(self.axis, position, stop - start)
+            index = (*lead, slice(start, stop))
             if source == PADDING:
-                padding += stop - start  # always last
-            elif stop > start:
-                pieces.append(parts[source][(*lead, slice(start, stop))])
-        if padding:
-            like = pieces[0] if pieces else parts[0][(*lead, slice(0, 1))]
-            shape = list(self.hf_shapes(config)[0])
-            shape[self.axis] = padding
-            pieces.append(torch.zeros(shape, dtype=like.dtype, device=like.device))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=self.axis)
+                target.zero_()
+            elif hasattr(parts[source], "read_into"):
+                parts[source].read_into(target, index)
+            else:
+                target.copy_(parts[source][index])
+            position += stop - start
 
     def to_hf(self, tensor: "torch.Tensor", config: "McaModelConfig") -> list["torch.Tensor"]:
         """The whole Megatron tensor back into the Hugging Face tensors; padding is dropped."""
@@ -158,7 +176,7 @@ class Mapping(ABC):
 class Replicated(Mapping):
     """The same tensor on every tensor-parallel rank."""
 
-    dims: tuple[str, ...]
+    dims: tuple[Dim, ...]
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
         return (_sizes(config, self.dims),)
@@ -171,7 +189,7 @@ class Replicated(Mapping):
 class Column(Mapping):
     """Weight or bias of a column-parallel linear layer: [output, ...], the output features are split."""
 
-    dims: tuple[str, ...]
+    dims: tuple[Dim, ...]
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
         return (_sizes(config, self.dims),)
@@ -266,5 +284,5 @@ def _share(length: int, rank: int, size: int) -> tuple[int, int]:
     return rank * share, (rank + 1) * share
 
 
-def _sizes(config: "McaModelConfig", dims: tuple[str, ...]) -> Shape:
-    return tuple(attrgetter(d)(config) for d in dims)
+def _sizes(config: "McaModelConfig", dims: tuple[Dim, ...]) -> Shape:
+    return tuple(d if isinstance(d, int) else attrgetter(d)(config) for d in dims)

@@ -88,7 +88,7 @@ def test_rank_whose_share_is_all_padding_gets_zeros() -> None:
 def test_only_the_slices_that_a_rank_owns_are_read() -> None:
     class Recorder:
         def __init__(self, tensor: torch.Tensor) -> None:
-            self.tensor, self.read = tensor, 0
+            self.tensor, self.read, self.dtype = tensor, 0, tensor.dtype
 
         def __getitem__(self, index: object) -> torch.Tensor:
             value = self.tensor[index]

@@ -1,0 +1,141 @@
+"""FP8 weights with one scale per block, as DeepSeek-V3 stores them, seen as the bf16 tensors that they stand for.
+
+    X.weight            F8_E4M3  [rows, columns]
+    X.weight_scale_inv  F32      [ceil(rows / block rows), ceil(columns / block columns)]
+
+    value = float32(weight) * float32(scale of its block), rounded to bf16
+
+Everything above the file sees the bf16 tensor alone: the plan, the slices, the config. Importing this needs no torch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mca_lib.converter.plan import TensorInfo
+from mca_lib.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+    from mca_lib.converter.mappings import TensorSlice
+
+DTYPE = "bfloat16"
+"""Of a dequantized tensor."""
+_WEIGHT, _SCALE = "float8_e4m3fn", "float32"
+_SUFFIX = "_scale_inv"
+
+# What of a quantization_config decides the values of the weights, and what may be there.
+_ACCEPTED = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "scale_fmt": ("float", None)}
+
+
+def unsupported_quantization(hf: Mapping[str, Any]) -> str | None:
+    """Why a config's quantization_config cannot be read, naming its method; None when it can or there is none."""
+    quantization = hf.get("quantization_config")
+    if quantization is None:
+        return None
+    if not isinstance(quantization, dict):
+        return f"quantization_config={quantization!r:.80} is no object"
+    method = quantization.get("quant_method")
+    for key, accepted in _ACCEPTED.items():
+        if quantization.get(key) not in accepted:
+            return (
+                f"quantization_config: {key}={quantization.get(key)!r} (quant_method={method!r}) is not supported; "
+                "only fp8 e4m3 with a scale per block is dequantized; use the unquantized model"
+            )
+    block = quantization.get("weight_block_size")
+    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        return (
+            f"quantization_config: weight_block_size={block!r} (quant_method={method!r}) is not supported; "
+            "it must be two positive sizes such as [128, 128]"
+        )
+    return None
+
+
+def block_size(hf: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Rows and columns of a block; None: the model is not quantized. Raises ModelError for another quantization."""
+    if problem := unsupported_quantization(hf):
+        raise ModelError(f"config.json: {problem}")
+    quantization = hf.get("quantization_config")
+    return None if quantization is None else tuple(quantization["weight_block_size"])
+
+
+def dequantized(tensors: Mapping[str, TensorInfo], hf: Mapping[str, Any]) -> dict[str, TensorInfo]:
+    """The tensors of a directory as they are after dequantization, without the scales.
+
+    Raises:
+        ModelError: a quantized tensor lacks its scale, or a scale has another shape or dtype than its tensor needs.
+    """
+    block = block_size(hf)
+    if block is None:
+        return dict(tensors)
+    result = {}
+    for name, info in tensors.items():
+        if name.endswith(_SUFFIX) and name.removesuffix(_SUFFIX) in tensors:
+            continue
+        result[name] = info
+        if info.dtype == _WEIGHT:
+            _check_scale(name, info, tensors.get(name + _SUFFIX), block)
+            result[name] = TensorInfo(info.shape, DTYPE)
+        elif name + _SUFFIX in tensors:
+            raise ModelError(f"{name} has a scale, but its dtype is {info.dtype} instead of {_WEIGHT}")
+    return result
+
+
+def scale_name(name: str) -> str:
+    """The tensor that holds the scales of a quantized one."""
+    return name + _SUFFIX
+
+
+def _check_scale(name: str, weight: TensorInfo, scale: TensorInfo | None, block: tuple[int, int]) -> None:
+    if scale is None:
+        raise ModelError(f"{name} is {_WEIGHT} and {scale_name(name)} is missing")
+    if len(weight.shape) != 2:
+        raise ModelError(f"{name} is {_WEIGHT} with shape {list(weight.shape)}; blocks are of matrices")
+    expected = tuple(-(-n // b) for n, b in zip(weight.shape, block, strict=True))
+    if (scale.shape, scale.dtype) != (expected, _SCALE):
+        raise ModelError(
+            f"{scale_name(name)} is {scale.dtype} {list(scale.shape)}; blocks of {list(block)} in "
+            f"{list(weight.shape)} need {_SCALE} {list(expected)}"
+        )
+
+
+@dataclass(frozen=True)
+class BlockScaled:
+    """A quantized tensor that gives bf16 slices, which may start and end inside of a block."""
+
+    weight: "TensorSlice"
+    scale: "TensorSlice"
+    shape: tuple[int, int]
+    block: tuple[int, int]
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        import torch
+
+        return torch.bfloat16
+
+    def __getitem__(self, index: object) -> "torch.Tensor":
+        import torch
+
+        from mca_lib.converter.file_tensor import bounds
+
+        value = torch.empty([stop - start for start, stop in bounds(index, self.shape)], dtype=self.dtype)
+        self.read_into(value, index)
+        return value
+
+    def read_into(self, destination: "torch.Tensor", index: object) -> None:
+        """One row of blocks at a time, so that nothing of the tensor's size is made."""
+        import torch
+
+        from mca_lib.converter.file_tensor import bounds
+
+        (top, bottom), (left, right) = bounds(index, self.shape)
+        rows, columns = self.block
+        across = slice(left // columns, -(-right // columns))
+        offset = left % columns
+        for band in range(top // rows, -(-bottom // rows)):
+            start, stop = max(top, band * rows), min(bottom, (band + 1) * rows)
+            scale = self.scale[band : band + 1, across][0].repeat_interleave(columns)[offset : offset + right - left]
+            values = self.weight[start:stop, left:right].to(torch.float32)
+            destination[start - top : stop - top] = values.mul_(scale)

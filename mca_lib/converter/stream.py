@@ -1,0 +1,142 @@
+"""Hugging Face directory → MCA checkpoint, tensor by tensor: no Megatron, no model in memory, on CPU alone.
+
+    headers ──> plan ──> for each tensor: read its slices · check · write · digest ──> config ──> rename
+
+Each worker holds one tensor. Nothing is at `output` before all of it is right.
+"""
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mca_lib.checkpoint.digest import checkpoint_digest, rows_digest, tensor_row
+from mca_lib.checkpoint.publish import published
+from mca_lib.checkpoint.side_files import copy_side_files
+from mca_lib.checkpoint.verify import WEIGHTS_FOLDER, expected_shapes
+from mca_lib.checkpoint.writer import Piece, write_checkpoint
+from mca_lib.converter.hf_source import HfSource
+from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
+from mca_lib.converter.plan import Plan
+from mca_lib.errors import ModelError
+from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
+from mca_lib.models.naming import stored_key
+
+WORKERS = 2
+"""Threads that read, check, write and digest; each holds one tensor."""
+
+type Check = Callable[[Path, Plan], dict[str, Any]]
+
+
+def convert_hf(
+    source: str | Path,
+    output: str | Path,
+    *,
+    check: Check | None = None,
+    extra_rows: Mapping[str, torch.Tensor] | None = None,
+    workers: int = WORKERS,
+    progress: Progress = no_progress,
+) -> dict[str, Any]:
+    """Convert a Hugging Face directory; `output` appears when everything is written and checked.
+
+    Args:
+        output: absent or an empty folder.
+        check: gets the folder with the whole checkpoint and the plan before it is published; what it raises ends the
+            conversion, what it returns is added to the result.
+        extra_rows: name in the checkpoint (embedding, output layer) → rows to append, for a larger vocabulary.
+
+    Returns:
+        {"digest", "parts", "parameters", "dtype", "tensors", "bytes", "bytes_read"} and what `check` returns
+
+    Raises:
+        ModelError: the model is unsupported, damaged or inconsistent, or a weight is not a finite number.
+        ConfigError: `output` is there.
+    """
+    source, output = Path(source), Path(output)
+    if is_mca_checkpoint(source):
+        raise ModelError(f"{source}: already an MCA checkpoint; give the directory of a Hugging Face model")
+    config = McaModelConfig.from_pretrained(source)
+    with HfSource(source) as hf, published(output) as folder:
+        plan = ModelConverter(config).plan(hf.tensors)
+        config = plan.config(config)
+        stream = _Stream(config, plan, hf, dict(extra_rows or {}))
+        weights = stream.write(folder / WEIGHTS_FOLDER, workers, progress)
+        copy_side_files(source, folder)
+        stream.target_config.save_pretrained(folder)
+        result = {
+            **checkpoint_digest(folder, weights=weights),
+            "parameters": sum(prod(p.shape) for p in stream.pieces),
+            "dtype": plan.dtype,
+            "tensors": len(stream.pieces),
+            "bytes": sum(p.bytes for p in stream.pieces),
+            "bytes_read": hf.bytes_read,
+        }
+        if check is not None:
+            result |= check(folder, plan)
+    return result
+
+
+class _Stream:
+    """The tensors of one conversion, made one at a time by each worker."""
+
+    def __init__(self, config: McaModelConfig, plan: Plan, source: HfSource, extra_rows: dict[str, torch.Tensor]):
+        self.plan = plan
+        self.source = source
+        self.extra_rows = extra_rows
+        self.converter = ModelConverter(config)
+        added = {len(rows) for rows in extra_rows.values()} or {0}
+        self.target_config = replace(config, vocab_size=config.vocab_size + added.pop())
+        shapes = expected_shapes(self.target_config)
+        self.entries = plan.by_target()
+        self.pieces = []
+        for entry in plan.entries:
+            key, index = stored_key(entry.mca, config.stacked_layers)
+            dtype = getattr(torch, source.tensors[entry.hf[0]].dtype)
+            self.pieces.append(Piece(entry.mca, key, index, shapes[key], dtype))
+        self._largest = max(piece.bytes for piece in self.pieces)
+        self._local = threading.local()
+
+    def write(self, directory: Path, workers: int, progress: Progress) -> str:
+        """Write all tensors; returns the digest of the weights."""
+        rows: list[list[Any]] = []
+        lock = threading.Lock()
+
+        def written(piece: Piece, tensor: torch.Tensor) -> None:
+            row = tensor_row(piece.name, tensor)
+            with lock:
+                rows.append(row)
+                progress(len(rows), len(self.pieces))
+
+        # The workers divide the cores among themselves; threads within an operation would only wait for each other.
+        with nullcontext() if workers == 1 else _one_thread_each():
+            write_checkpoint(directory, self.pieces, self._make, workers=workers, written=written)
+        return rows_digest(rows)
+
+    def _make(self, piece: Piece) -> torch.Tensor:
+        value = self._buffer(piece)
+        own, extra = value, self.extra_rows.get(piece.name)
+        if extra is not None:
+            own = value[: len(value) - len(extra)]
+            value[len(own) :] = extra
+        self.converter.read(self.entries[piece.name], self.source, self.plan, own)
+        return value
+
+    def _buffer(self, piece: Piece) -> torch.Tensor:
+        """This thread's memory, the same for every tensor: fresh pages cost more than the reading."""
+        if not hasattr(self._local, "buffer"):
+            self._local.buffer = torch.empty(self._largest, dtype=torch.uint8)
+        return self._local.buffer[: piece.bytes].view(piece.dtype).view(piece.shape)
+
+
+class _one_thread_each:
+    def __enter__(self) -> None:
+        self.before = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+    def __exit__(self, *_: object) -> None:
+        torch.set_num_threads(self.before)
