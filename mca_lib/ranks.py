@@ -13,6 +13,7 @@ Arguments and values are pickled: they pass between a process and its own childr
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import importlib.util
 import json
 import os
@@ -73,11 +74,12 @@ class Failure:
 
 @dataclass(frozen=True)
 class Call:
-    """What every rank runs. The function goes by file and name, so that the server imports no test module."""
+    """What every rank runs. The function goes by name, so that the server imports no module of the caller's."""
 
     world_size: int
     module: str
-    file: str
+    file: str | None
+    """Where the module is, for one that may not be found by its name."""
     qualname: str
     args: bytes
     timeout: float
@@ -97,15 +99,17 @@ class RankPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run_ranks(self, world_size: int, fn: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    def run_ranks(self, world_size: int, fn: Callable[..., Any] | str, *args: Any, timeout: float = 120.0) -> list[Any]:
         """Run the module-level function `fn(*args)` in `world_size` ranks; returns each rank's value, by rank.
 
+        `fn` may be given as `module:name`, and is then imported by the ranks alone.
         RANK, WORLD_SIZE and the default gloo process group are there when `fn` starts.
         """
-        module = sys.modules[fn.__module__]
-        call = Call(
-            world_size, fn.__module__, module.__file__, fn.__qualname__, pickle.dumps(args), timeout, list(sys.path)
-        )
+        if isinstance(fn, str):
+            (module, _, name), file = fn.partition(":"), None
+        else:
+            module, name, file = fn.__module__, fn.__qualname__, sys.modules[fn.__module__].__file__
+        call = Call(world_size, module, file, name, pickle.dumps(args), timeout, list(sys.path))
         connection = self._connect()
         connection.send(call)
         if not connection.poll(timeout + 120):
@@ -326,7 +330,7 @@ def _join(rank: int, world_size: int, ports: tuple[int, int]) -> None:
 
 
 def _load(call: Call) -> Callable[..., Any]:
-    module = sys.modules.get(call.module)
+    module = importlib.import_module(call.module) if call.file is None else sys.modules.get(call.module)
     if module is None:
         spec = importlib.util.spec_from_file_location(call.module, call.file)
         module = importlib.util.module_from_spec(spec)

@@ -12,33 +12,12 @@ from typing import Any
 import torch
 
 from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
+from mca_lib.converter.sample_text import TEXT
 from mca_lib.errors import ModelError
 from mca_lib.tokenizer import load_tokenizer
 
 MAX_TOKENS = 512
 """Tokens that a comparison uses, fewer where the model has fewer positions."""
-
-# English, code, figures and three other scripts: a wrong rope, norm or bias shows on any of it.
-TEXT = """\
-The harbour at Visby was once ringed by a wall of limestone, three and a half kilometres long, with forty-four towers.
-Merchants from Lübeck and Novgorod met there; furs, wax and honey went west, and salt, cloth and silver came back.
-When the herring moved away from the coast in the fifteenth century, the trade moved with them.
-
-Q: A train leaves at 09:40 and covers 252 km at 84 km/h. When does it arrive?
-A: 252 / 84 = 3 hours, so it arrives at 12:40.
-
-def moving_average(values: list[float], width: int) -> list[float]:
-    total, result = sum(values[:width]), []
-    for i in range(width, len(values) + 1):
-        result.append(total / width)
-        if i < len(values):
-            total += values[i] - values[i - width]
-    return result
-
-Wer rastet, der rostet. L'appétit vient en mangeant. Тише едешь, дальше будешь. 千里之行，始于足下。
-To bake bread, mix 500 g of flour with 350 ml of water, 10 g of salt and 3 g of yeast; let it rise for 12 hours at
-18 °C, fold it twice, and bake it for 45 minutes in a closed pot at 230 °C. The crust sings while it cools.
-"""
 
 
 @dataclass(frozen=True)
@@ -95,7 +74,7 @@ def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor
         attn_implementation="eager",
         local_files_only=True,
         trust_remote_code=False,
-        use_safetensors=_has_safetensors(directory),
+        use_safetensors=has_safetensors(directory),
     ).eval()
     with torch.no_grad():
         logits_SV = model(torch.tensor([input_ids_S]), use_cache=False).logits[0].float()
@@ -104,7 +83,7 @@ def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor
     return logits_SV
 
 
-def _has_safetensors(directory: str | Path) -> bool:
+def has_safetensors(directory: str | Path) -> bool:
     """Without them the model is a pickle, which the download stage has admitted."""
     return any(Path(directory, name).is_file() for name in (SINGLE_FILE, INDEX_FILE))
 

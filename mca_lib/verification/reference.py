@@ -1,0 +1,69 @@
+"""What transformers computes: logits in fp32 with eager attention, and greedy generations. Runs in a rank of its own.
+
+B rows, S tokens of a row, V vocabulary.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from mca_lib.converter.parity import has_safetensors
+from mca_lib.verification.difference import difference
+from mca_lib.verification.sample import Sample
+
+LOGITS_FILE = "reference.safetensors"
+"""`row.0`, `row.1`, ...: fp32 [S, V] each."""
+
+
+def write_reference(directory: Path, work: Path, sample: Sample) -> None:
+    """Write transformers' logits of the sample into `work`."""
+    save_file({f"row.{i}": row_SV for i, row_SV in enumerate(_logits(_load(directory), sample))}, work / LOGITS_FILE)
+
+
+def own_difference(directory: Path, work: Path, sample: Sample) -> dict[str, Any]:
+    """transformers' SDPA attention against its eager one: how far equal mathematics in fp32 is apart."""
+    from dataclasses import asdict
+
+    from safetensors import safe_open
+
+    logits_BSV = torch.stack(_logits(_load(directory, "sdpa"), sample))
+    with safe_open(work / LOGITS_FILE, framework="pt") as file:
+        rows = (file.get_tensor(f"row.{i}") for i in range(len(sample.ids_BS)))
+        everything, _ = difference(rows, logits_BSV, torch.tensor(sample.loss_BS))
+    return asdict(everything.measured())
+
+
+def greedy(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """transformers' own `generate`, with its cache, one prompt at a time; the end of a text does not end it."""
+    from transformers import GenerationConfig
+
+    model = _load(directory)
+    model.generation_config = GenerationConfig(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False)
+    model.generation_config.pad_token_id = 0
+    outputs = []
+    for prompt in prompts:
+        ids_1S = torch.tensor([prompt])
+        with torch.no_grad():
+            output_1T = model.generate(ids_1S, attention_mask=torch.ones_like(ids_1S))
+        outputs.append(output_1T[0, len(prompt) :].tolist())
+    return outputs
+
+
+def _load(directory: Path, attention: str = "eager") -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(
+        directory,
+        dtype=torch.float32,
+        attn_implementation=attention,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=has_safetensors(directory),
+    ).eval()
+
+
+def _logits(model: Any, sample: Sample) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [model(torch.tensor([ids_S]), use_cache=False).logits[0].float() for ids_S in sample.ids_BS]

@@ -1,0 +1,46 @@
+"""What a family's tables refuse, and their digest, by which a stale card is known. No torch."""
+
+import inspect
+import json
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from blake3 import blake3
+
+from mca_lib.models.config import ROPE_TYPES
+from mca_lib.models.registry import family_of
+from mca_lib.verification.layouts import STANDARD
+from mca_lib.verification.tiny import tiny_config
+
+
+def unsupported(model_type: str) -> tuple[str, ...]:
+    """The config fields that the family refuses, with the values that it accepts."""
+    rules = []
+    for rule in family_of(model_type).neutral:
+        accepted = " or ".join(f"`{json.dumps(value)}`" for value in rule.accepted)
+        unless = " where it has an effect" if rule.unless else ""
+        rules.append(f"`{rule.hf}`{unless}" + (f" other than {accepted}" if accepted else ""))
+    return (*rules, f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in ROPE_TYPES)}")
+
+
+def table_digest(model_type: str) -> str:
+    """Of the family's tables, its tiny config and the layouts; another one makes the family's card stale."""
+    content = [_plain(family_of(model_type)), tiny_config(model_type), STANDARD]
+    return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _plain(value: Any) -> Any:
+    """JSON of a table: dataclasses by name and field, functions by their source."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [type(value).__name__, {f.name: _plain(getattr(value, f.name)) for f in fields(value)}]
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if callable(value) and not isinstance(value, type):
+        return inspect.getsource(value).strip()
+    return type(value).__name__
