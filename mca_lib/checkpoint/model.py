@@ -55,7 +55,7 @@ def load_model(models: list["McaGPTModel"], directory: str | Path) -> None:
     """
     verify_model(directory, models[0].mca_config)
     for model in models:
-        for parameter in model.parameters():
+        for _, parameter in checkpoint_parameters(model):
             parameter.fill_(float("nan"))
     tensors = _sharded_tensors(models)
     # Built here, not by `load`: that would merge the halves of every gated MLP into copies of the weights, and the

@@ -63,12 +63,12 @@ def hf_slots(config: McaModelConfig, dtype: str) -> dict[str, Slot]:
     """Name → shape and dtype of every tensor of the Hugging Face side, in the order of the weight table."""
     if dtype != "auto" and dtype not in FLOAT_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(FLOAT_DTYPES)}")
-    slots = {}
-    for entry in entries(config):
-        for name, shape in zip(entry.hf, entry.mapping.hf_shapes(config), strict=True):
-            own = config.source_dtype_exceptions.get(name, config.source_dtype) if dtype == "auto" else dtype
-            slots[name] = Slot(shape, getattr(torch, own))
-    return slots
+    shapes = {n: s for e in entries(config) for n, s in zip(e.hf, e.mapping.hf_shapes(config), strict=True)}
+    copies = family_of(config.model_type).copies_of(config)
+    shapes |= {name: shapes[copies[name]] for name in config.source_copies}
+    exceptions = config.source_dtype_exceptions if dtype == "auto" else {}
+    main = config.source_dtype if dtype == "auto" else dtype
+    return {name: Slot(shape, getattr(torch, exceptions.get(name, main))) for name, shape in shapes.items()}
 
 
 def hf_config(config: McaModelConfig, dtype: str) -> dict[str, Any]:

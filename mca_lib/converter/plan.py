@@ -7,7 +7,7 @@ as a wrong model: a source tensor that nothing uses, a target that nothing fills
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from mca_lib.converter import mappings
 from mca_lib.errors import ModelError
@@ -19,8 +19,6 @@ LISTED = 3
 """Names that an error lists before it only counts."""
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
-
-EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -50,15 +48,23 @@ class Plan:
     """Dtype of most of the weights."""
     dtype_exceptions: dict[str, str]
     """Hugging Face name → dtype, where it is another."""
-    redundant_head: str | None = None
-    """A stored output layer in a tied model: must equal the embedding."""
+    copies: dict[str, str] = field(default_factory=dict)
+    """Hugging Face name of a tensor that the source stores a second time → the tensor that it must equal."""
+    mtp_num_layers: int = 0
+    """Multi-token prediction layers that the source has."""
 
     def by_target(self) -> dict[str, Entry]:
         return {e.mca: e for e in self.entries}
 
     def config(self, config: McaModelConfig) -> McaModelConfig:
-        """The config, with the dtypes that the source really has."""
-        return replace(config, source_dtype=self.dtype, source_dtype_exceptions=self.dtype_exceptions)
+        """The config, with the dtypes, copies and multi-token prediction layers that the source really has."""
+        return replace(
+            config,
+            source_dtype=self.dtype,
+            source_dtype_exceptions=self.dtype_exceptions,
+            source_copies=tuple(self.copies),
+            mtp_num_layers=self.mtp_num_layers,
+        )
 
 
 def entries(config: McaModelConfig, family: Family | None = None) -> Iterator[Entry]:
@@ -75,6 +81,7 @@ def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: 
         ModelError: something is missing, unused, used twice, mis-shaped or of an unusable dtype; lists the names.
     """
     family = family or family_of(config.model_type)
+    config = _as_stored(config, source)
     planned = tuple(entries(config, family))
     problems: dict[str, list[str]] = defaultdict(list)
     for name, count in Counter(e.mca for e in planned).items():
@@ -98,12 +105,29 @@ def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: 
     problems["of mixed dtypes across one fused or stacked tensor"] += [r for r, d in by_row.items() if len(d) > 1]
     unused = set(source) - {n for e in planned for n in e.hf}
     unused -= {n for n in unused if any(re.fullmatch(p, n) for p in family.ignored_weights)}
-    redundant = _HEAD if config.tie_word_embeddings and _HEAD in unused else None
-    problems["not used by the model"] += sorted(unused - {redundant})
+    copies = {name: of for name, of in family.copies_of(config).items() if name in unused}
+    for name, of in copies.items():
+        if of in source and source[name].shape != source[of].shape:
+            shapes = f"{list(source[name].shape)}, expected {list(source[of].shape)} as {of}"
+            problems["of the wrong shape"].append(f"{name} {shapes}")
+    problems["not used by the model"] += sorted(unused - copies.keys())
     _raise(config, problems)
     dtypes = {n: source[n].dtype for e in planned for n in e.hf}
     common = Counter(dtypes.values()).most_common(1)[0][0]
-    return Plan(planned, common, {n: d for n, d in dtypes.items() if d != common}, redundant)
+    dtypes |= {n: source[n].dtype for n in copies}
+    return Plan(planned, common, {n: d for n, d in dtypes.items() if d != common}, copies, config.mtp_num_layers)
+
+
+def _as_stored(config: McaModelConfig, source: Mapping[str, TensorInfo]) -> McaModelConfig:
+    """The config without multi-token prediction layers where the source has not a single tensor of them.
+
+    transformers drops these layers when it loads a model and still writes their number on save (5.24: 1 even for a
+    model that never had one). A source with some of their tensors is missing the others.
+    """
+    layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
+    if any(name.startswith(f"model.layers.{i}.") for i in layers for name in source):
+        return config
+    return replace(config, mtp_num_layers=0)
 
 
 def _raise(config: McaModelConfig, problems: dict[str, list[str]]) -> None:

@@ -78,6 +78,8 @@ class LatentAttention:
     v_head_dim: int
     q_lora_rank: int | None = None
     """None: queries are projected directly."""
+    norm_epsilon: float = 1e-6
+    """Of the norms of the latents, whatever that of the layers is."""
 
     def __post_init__(self) -> None:
         _check_sizes(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -86,6 +88,11 @@ class LatentAttention:
     def qk_head_dim(self) -> int:
         """Channels of a query or key head."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_down_size(self) -> int:
+        """Rows of the projection to the latent of keys and values, and to the channels of the key that rotate."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
     def has_q_lora(self) -> bool:
@@ -128,6 +135,10 @@ class Experts:
         object.__setattr__(self, "layers", tuple(self.layers))
         if self.topk > self.num_experts:
             raise ModelError(f"model config: {self.topk} experts per token of {self.num_experts} experts")
+        if self.topk == 1 and self.normalize_topk:
+            raise ModelError("model config: with one expert per token its normalized weight is always 1; not supported")
+        if not self.layers:
+            raise ModelError("model config: no layer has experts; use a dense model type")
 
     @property
     def has_shared(self) -> bool:
@@ -200,6 +211,22 @@ class McaModelConfig:
     def kv_size(self) -> int:
         """Rows of the key (or value) projection."""
         return self.num_query_groups * self.kv_channels
+
+    @property
+    def query_key_size(self) -> int:
+        """Rows of the query projection of latent attention."""
+        return self.num_attention_heads * self.latent_attention.qk_head_dim
+
+    @property
+    def key_value_up_size(self) -> int:
+        """Rows of latent attention's projection to the keys' channels without position and to the values."""
+        latent = self.latent_attention
+        return self.num_attention_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+
+    @property
+    def twice_hidden_size(self) -> int:
+        """What a multi-token prediction layer projects: an embedding and a hidden state."""
+        return 2 * self.hidden_size
 
     @property
     def untied(self) -> bool:

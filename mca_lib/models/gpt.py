@@ -12,7 +12,8 @@ B batch, S tokens on this rank, V share of the vocabulary.
 """
 
 import logging
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from megatron.core import parallel_state
@@ -28,10 +29,10 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mca_lib.converter.mappings import padded_vocab_size
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.layer_spec import block_spec
+from mca_lib.models.layer_spec import block_spec, mtp_spec
 from mca_lib.models.model_factory import PretrainedModel
 from mca_lib.models.packing import cover_row
-from mca_lib.models.rotary import scale_inverse_frequencies
+from mca_lib.models.rotary import inverse_frequencies
 
 # Said at every construction: GPTModel takes fixes only, new features go to HybridModel. Neither matters here.
 logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
@@ -64,13 +65,13 @@ class McaGPTModel(GPTModel, PretrainedModel):
             share_embeddings_and_output_weights=mca_config.tie_word_embeddings,
             position_embedding_type="rope",
             rotary_base=mca_config.rotary_base,
+            mtp_block_spec=mtp_spec(mca_config),
             vp_stage=vp_stage,
         )
         self.mca_config = mca_config
-        if mca_config.rope_scaling is not None:
-            self.rotary_pos_emb.inv_freq = scale_inverse_frequencies(
-                self.rotary_pos_emb.inv_freq, mca_config.rope_scaling
-            )
+        if mca_config.latent_attention is None:
+            frequencies = inverse_frequencies(mca_config.kv_channels, mca_config.rotary_base, mca_config.rope_scaling)
+            self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
 
     def forward(
         self,
@@ -97,6 +98,14 @@ class McaGPTModel(GPTModel, PretrainedModel):
             is_padding_V = torch.arange(logits.shape[-1], device=logits.device) >= logits.shape[-1] - padding
             logits = logits.masked_fill(is_padding_V, float("-inf"))
         return super().compute_language_model_loss(labels, logits)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves and casts the model; the experts' biases stay fp32, or their small steps would be rounded away."""
+        kept = {m: m.expert_bias for m in self.modules() if getattr(m, "expert_bias", None) is not None}
+        super()._apply(fn, recurse)
+        for router, bias in kept.items():
+            router.expert_bias = bias.to(router.expert_bias.device)
+        return self
 
     @property
     def padding_rows(self) -> int:

@@ -2,62 +2,122 @@
 
 Two layers with one checkpoint: Transformer Engine's where it can be imported and a GPU is there, else Megatron's
 local layer with the norm and the core attention of this package. The Transformer Engine layer is Megatron's own
-specification, unchanged; it has not been run by this project's tests, which know no GPU.
+specification, all but unchanged; it has not been run by this project's tests, which know no GPU.
 """
 
-import importlib.util
+from functools import partial
 
-import torch
+from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.multi_token_prediction import (
+    MultiTokenPredictionBlockSubmodules,
+    get_mtp_layer_spec,
+)
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from mca_lib.errors import ConfigError
 from mca_lib.models.attention import SDPACoreAttention
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.naming import fused_names
 from mca_lib.models.norm import RMSNorm
-
-
-def uses_transformer_engine() -> bool:
-    """Is there a GPU, and Transformer Engine to drive it?"""
-    return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+from mca_lib.platforms import uses_transformer_engine
 
 
 def block_spec(
     config: McaModelConfig, megatron: TransformerConfig, vp_stage: int | None
 ) -> TransformerBlockSubmodules | ModuleSpec:
     """Specification of the layers that this rank's model chunk holds, and of the norm after the last one."""
-    layer = layer_spec(config)
-    if uses_transformer_engine():
-        return layer
     layers = get_num_layers_to_build(megatron, vp_stage)
-    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=RMSNorm)
+    first = get_transformer_layer_offset(megatron, vp_stage)
+    moe = {i in config.moe_layers for i in range(config.num_layers)}
+    spec_of = {has_experts: layer_spec(config, has_experts) for has_experts in moe}
+    if uses_transformer_engine() and len(moe) == 1:
+        return spec_of[moe.pop()]
+    norm = _engine_backend().layer_norm() if uses_transformer_engine() else RMSNorm
+    return TransformerBlockSubmodules(
+        layer_specs=[spec_of[i in config.moe_layers] for i in range(first, first + layers)], layer_norm=norm
+    )
 
 
-def layer_spec(config: McaModelConfig) -> ModuleSpec:
-    """Specification of one layer, the same for all layers."""
-    if uses_transformer_engine():
-        spec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    else:
-        spec = _local_layer_spec(config)
+def mtp_spec(config: McaModelConfig) -> MultiTokenPredictionBlockSubmodules | None:
+    """Specification of the multi-token prediction layers, each of the last layer's kind; None: the model has none."""
+    if not config.mtp_num_layers:
+        return None
+    inner = layer_spec(config, has_experts=config.num_layers - 1 in config.moe_layers)
+    spec = get_mtp_layer_spec(inner, use_transformer_engine=uses_transformer_engine())
+    if not uses_transformer_engine():
+        spec.submodules.enorm = spec.submodules.hnorm = spec.submodules.layer_norm = RMSNorm
+    return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * config.mtp_num_layers)
+
+
+def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
+    """Specification of one layer, with a mixture of experts or with a dense MLP."""
+    spec = (_engine_layer_spec if uses_transformer_engine() else _local_layer_spec)(config, has_experts)
     if config.attention_output_bias:
         attention = spec.submodules.self_attention.submodules
         attention.linear_proj = with_bias(attention.linear_proj)
     return spec
 
 
-def _local_layer_spec(config: McaModelConfig) -> ModuleSpec:
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+def _engine_backend() -> BackendSpecProvider:
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+
+    return TESpecProvider()
+
+
+def _engine_layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
+    spec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=config.moe.num_experts if has_experts else None,
+        moe_grouped_gemm=has_experts,
+        qk_layernorm=config.qk_layernorm or config.latent_attention is not None,
+        multi_latent_attention=config.latent_attention is not None,
+    )
+    if config.latent_attention is not None:
+        _check_latent_norms(config)
+        # Split as in the local layer, so that a rank's share does not depend on the implementation.
+        attention = spec.submodules.self_attention.submodules
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = _engine_backend().column_parallel_linear()
+    return spec
+
+
+def _local_layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
+    latent = config.latent_attention
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.moe.num_experts if has_experts else None,
+        qk_layernorm=config.qk_layernorm or latent is not None,
+        multi_latent_attention=latent is not None,
+        normalization="RMSNorm",
+    )
     layer = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    # Megatron has one map for all of its local layers, which renames the norm before experts too.
+    layer.sharded_state_dict_keys_map = dict(fused_names(config, has_experts))
     attention = layer.self_attention.submodules
     attention.core_attention = SDPACoreAttention
-    if config.qk_layernorm:
+    if latent is not None:
+        attention.q_layernorm = attention.kv_layernorm = partial(latent_norm, latent.norm_epsilon)
+    elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
+
+
+def latent_norm(epsilon: float, config: TransformerConfig, hidden_size: int, eps: float) -> RMSNorm:
+    """Norm of a latent, with its own epsilon in place of the layer's, which Megatron passes."""
+    return RMSNorm(config, hidden_size, epsilon)
+
+
+def _check_latent_norms(config: McaModelConfig) -> None:
+    if config.norm_epsilon != config.latent_attention.norm_epsilon:
+        raise ConfigError(
+            f"rms_norm_eps={config.norm_epsilon} differs from the latents' {config.latent_attention.norm_epsilon}: "
+            "Transformer Engine's fused layer has one epsilon; run without Transformer Engine"
+        )
 
 
 def with_bias(linear: type) -> type:

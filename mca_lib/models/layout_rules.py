@@ -38,6 +38,9 @@ def _check_tensor(config: McaModelConfig, parallel: ParallelSizes) -> None:
     sizes = {"MLP size": config.ffn_hidden_size if config.dense_layers else None}
     if config.moe is not None:
         sizes["shared expert size"] = config.moe.shared_ffn_hidden_size
+    if config.latent_attention is not None:
+        sizes["query latent size"] = config.latent_attention.q_lora_rank
+        sizes["key/value latent size"] = config.latent_attention.kv_down_size
     for name, size in sizes.items():
         if size is not None and size % tp:
             raise ConfigError(f"parallel.tensor={tp} does not divide the model's {name} {size}")

@@ -64,7 +64,7 @@ class VirtualModels:
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Of all chunks, under their names in the checkpoint."""
         for model in self.models:
-            yield from checkpoint_parameters(model)
+            yield from ((n, p) for n, p in checkpoint_parameters(model) if isinstance(p, torch.nn.Parameter))
 
     def num_parameters(self) -> int:
         """Elements that this rank holds."""

@@ -1,8 +1,8 @@
 """Names of parameters, from a model chunk's own to the checkpoint's.
 
 A chunk counts its layers from 0 and, with the local layer, keeps a norm as a module of its own. The checkpoint counts
-layers over the whole model and uses the names of Transformer Engine's fused layer; a tied output layer is the
-embedding. Those names are the left column of the weight tables.
+layers and experts over the whole model and uses the names of Transformer Engine's fused layer; a tied output layer is
+the embedding. Those names are the left column of the weight tables.
 """
 
 import itertools
@@ -13,30 +13,58 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from mca_lib.models.config import McaModelConfig
     from mca_lib.models.gpt import McaGPTModel
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
 EXPERTS = ".experts.experts."
+_MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.")
 
-# As in `sharded_state_dict_keys_map` of Megatron's local layer specification.
-_FUSED_NAMES = (
-    (".input_layernorm.", ".self_attention.linear_qkv.layer_norm_"),
-    (".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"),
-)
+_LOCAL_EXPERT = re.compile(r"^mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.)|(linear_fc[12]\.)weight(\d+)$)")
+"""An expert of the local layer, which is a module, or of Transformer Engine's, where all are one module."""
 
 
-def checkpoint_parameters(model: "McaGPTModel") -> Iterator[tuple[str, "torch.nn.Parameter"]]:
-    """(name in the checkpoint, parameter) of one model chunk."""
-    for name, parameter in model.named_parameters():
+def fused_names(config: "McaModelConfig", has_experts: bool) -> tuple[tuple[str, str], ...]:
+    """(prefix in the local layer, prefix in the checkpoint): a norm before a linear layer is a part of that."""
+    if config.latent_attention is not None:
+        attention = (
+            ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
+            ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
+        )
+    else:
+        attention = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),)
+    return attention if has_experts else (*attention, ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
+
+
+def checkpoint_parameters(model: "McaGPTModel") -> Iterator[tuple[str, "torch.Tensor"]]:
+    """(name in the checkpoint, tensor) of one model chunk: parameters, and buffers that are weights (expert biases)."""
+    config = model.mca_config
+    buffers = ((n, b) for n, b in model.named_buffers() if n.endswith(".expert_bias"))
+    for name, tensor in itertools.chain(model.named_parameters(), buffers):
         if match := LAYER.match(name):
-            layer = model.decoder.layers[int(match[1])].layer_number - 1
-            name = f"decoder.layers.{layer}.{name[match.end() :]}"
-            for own, fused in _FUSED_NAMES:
-                name = name.replace(own, fused)
-        elif name == "output_layer.weight" and model.mca_config.tie_word_embeddings:
+            layer = model.decoder.layers[int(match[1])]
+            number = layer.layer_number - 1
+            name = f"decoder.layers.{number}.{_layer_name(name[match.end() :], layer, config, number)}"
+        elif match := _MTP_LAYER.match(name):
+            layer = model.mtp.layers[int(match[1])].mtp_model_layer
+            rest = _layer_name(name[match.end() :], layer, config, config.num_layers - 1)
+            name = f"mtp.layers.{match[1]}.transformer_layer.{rest}"
+        elif name == "output_layer.weight" and config.tie_word_embeddings:
             name = "embedding.word_embeddings.weight"
-        yield name, parameter
+        yield name, tensor
+
+
+def _layer_name(name: str, layer: "torch.nn.Module", config: "McaModelConfig", number: int) -> str:
+    """Name within a layer of the checkpoint, for one within a chunk's layer that is of the kind of layer `number`."""
+    if match := _LOCAL_EXPERT.match(name):
+        expert = layer.mlp.local_expert_indices[int(match[1] or match[4])]
+        rest = match[2] + name[match.end() :] if match[1] else match[3] + "weight"
+        return f"mlp.experts.experts.{expert}.{rest}"
+    for own, fused in fused_names(config, has_experts=number in config.moe_layers):
+        if name.startswith(own):
+            return fused + name.removeprefix(own)
+    return name
 
 
 def stored_key(name: str, stacked_layers: bool) -> tuple[str, tuple[int, ...]]:

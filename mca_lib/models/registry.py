@@ -9,12 +9,23 @@ from typing import Any
 
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.families import llama, qwen2, qwen3
+from mca_lib.models.families import deepseek_v3, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from mca_lib.models.families.base import Family
 from mca_lib.models.layout import ParallelSizes
 from mca_lib.models.layout_rules import check_training_layout
 
-FAMILIES: dict[str, Family] = {m.FAMILY.model_type: m.FAMILY for m in (llama, qwen2, qwen3)}
+FAMILIES: dict[str, Family] = {
+    m.FAMILY.model_type: m.FAMILY
+    for m in (
+        deepseek_v3,
+        llama,
+        mixtral,
+        qwen2,
+        qwen2_moe,
+        qwen3,
+        qwen3_moe,
+    )
+}
 SUPPORTED_MODEL_TYPES = tuple(FAMILIES)
 
 

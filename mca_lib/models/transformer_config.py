@@ -1,14 +1,20 @@
 """`McaModelConfig` (what the model is) × arguments (how it runs) → Megatron's `TransformerConfig`."""
 
+import math
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mca_lib.errors import ConfigError
-from mca_lib.models.config import McaModelConfig
-from mca_lib.models.registry import Layout, check_config_layout
+from mca_lib.models.config import McaModelConfig, YarnRope
+from mca_lib.models.layout import Layout, expert_tensor_size, virtual_stages
+from mca_lib.models.layout_rules import check_config_layout
+from mca_lib.models.pipeline import megatron_split
+from mca_lib.models.rotary import attention_factor
 from mca_lib.parallel import DistributingParallelArguments, pipeline_communication
-from mca_lib.platforms import current_platform
+from mca_lib.platforms import current_platform, uses_transformer_engine
 
 
 def transformer_config(
@@ -22,7 +28,8 @@ def transformer_config(
 
     Args:
         args: training arguments: the parallel sizes, `bf16`/`fp16`, and where present `recompute_granularity`; None
-            is one rank in fp32.
+            is one rank in fp32. `moe_aux_loss_coeff` and `moe_router_bias_update_rate`, where present, turn on what
+            balances the load of experts in training.
         use_cpu_initialization: make the weights on the CPU; None does so where there is no accelerator.
         perform_initialization: draw random weights; false leaves them unset, for a checkpoint to fill.
 
@@ -35,7 +42,8 @@ def transformer_config(
     on_cpu = current_platform().device_type == "cpu"
     recompute = getattr(args, "recompute_granularity", None)
     recompute = None if recompute == "none" else recompute
-    return TransformerConfig(
+    kind = TransformerConfig if config.latent_attention is None else MLATransformerConfig
+    return kind(
         # the model
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -45,23 +53,33 @@ def transformer_config(
         kv_channels=config.kv_channels,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_epsilon,
-        qk_layernorm=config.qk_layernorm,
+        qk_layernorm=config.qk_layernorm or config.latent_attention is not None,
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
         gated_linear_unit=True,
         activation_func=F.silu,
         attention_dropout=config.attention_dropout,
+        softmax_scale=_softmax_scale(config),
+        **_window(config),
         hidden_dropout=0.0,
         init_method_std=config.initializer_range,
+        mtp_num_layers=config.mtp_num_layers or None,
+        **_latent_attention(config),
+        **_experts(config, args),
         # the layout
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=virtual_stages(layout),
+        **megatron_split(layout),
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=expert_tensor_size(layout),
         sequence_parallel=layout.sequence_parallel,
         **pipeline_communication(args if args is not None else DistributingParallelArguments()),
         # the arithmetic
+        transformer_impl="transformer_engine" if uses_transformer_engine() else "local",
+        # Losses are summed over tokens and divided once per step; the router and MTP read this when they are built.
+        calculate_per_token_loss=True,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -77,14 +95,103 @@ def transformer_config(
     )
 
 
+def _softmax_scale(config: McaModelConfig) -> float | None:
+    """YaRN's factor of cos and sin, squared, on the scores: the same, and known to every kernel.
+
+    Transformer Engine's fused rope has no such factor, and leaves it out of packed rows without a word.
+    """
+    factor = attention_factor(config.rope_scaling)
+    if factor == 1 or config.latent_attention is not None:
+        return None
+    return factor**2 / math.sqrt(config.kv_channels)
+
+
+def _window(config: McaModelConfig) -> dict[str, Any]:
+    """A sliding window as Megatron counts it: tokens to the left of the query, and 1 for a layer that has it."""
+    if config.sliding_window is None:
+        return {}
+    windowed = [int(i not in config.full_attention_layers) for i in range(config.num_layers)]
+    return {
+        "window_size": (config.sliding_window - 1, 0),
+        "window_attn_skip_freq": windowed if config.full_attention_layers else None,
+    }
+
+
+def _latent_attention(config: McaModelConfig) -> dict[str, Any]:
+    """Fields of multi-head latent attention, which has its own rotary embedding."""
+    latent = config.latent_attention
+    if latent is None:
+        return {}
+    fields = {
+        "q_lora_rank": latent.q_lora_rank,
+        "kv_lora_rank": latent.kv_lora_rank,
+        "qk_head_dim": latent.qk_nope_head_dim,
+        "qk_pos_emb_head_dim": latent.qk_rope_head_dim,
+        "v_head_dim": latent.v_head_dim,
+        "rotary_base": config.rotary_base,
+    }
+    rope = config.rope_scaling
+    if rope is None:
+        return {**fields, "rope_type": "rope", "rotary_scaling_factor": 1.0}
+    if not isinstance(rope, YarnRope) or not rope.truncate:
+        raise ConfigError(f"rope scaling {rope} is not supported with latent attention; only yarn with truncate is")
+    return {
+        **fields,
+        "rope_type": "yarn",
+        "rotary_scaling_factor": rope.factor,
+        "original_max_position_embeddings": rope.original_max_position_embeddings,
+        "beta_fast": rope.beta_fast,
+        "beta_slow": rope.beta_slow,
+        "mscale": _mscale(rope),
+        "mscale_all_dim": rope.mscale_all_dim or 0.0,
+    }
+
+
+def _mscale(rope: YarnRope) -> float:
+    """Megatron's `mscale` that gives cos and sin the factor that transformers gives them.
+
+    Both scale the softmax by the square of m(mscale_all_dim), with m(x) = 0.1 x ln(factor) + 1. Megatron multiplies cos
+    and sin by m(mscale) / m(mscale_all_dim).
+    """
+    growth = 0.1 * math.log(rope.factor)
+    if growth <= 0:
+        return 1.0
+    return (attention_factor(rope) * (growth * (rope.mscale_all_dim or 0.0) + 1) - 1) / growth
+
+
+def _experts(config: McaModelConfig, args: object | None) -> dict[str, Any]:
+    """Fields of a mixture of experts. No token is dropped and no load balanced unless training asks for it."""
+    moe = config.moe
+    if moe is None:
+        return {}
+    aux_loss = getattr(args, "moe_aux_loss_coeff", None) or 0.0
+    limited = moe.group_topk is not None and moe.group_topk < moe.num_groups
+    return {
+        "num_moe_experts": moe.num_experts,
+        "moe_ffn_hidden_size": moe.ffn_hidden_size,
+        "moe_layer_freq": 1 if config.stacked_layers else [int(i in moe.layers) for i in range(config.num_layers)],
+        "moe_router_topk": moe.topk,
+        "moe_router_score_function": moe.score_function,
+        # Softmax over the chosen experts alone is the softmax over all, divided by the sum of the chosen.
+        "moe_router_pre_softmax": moe.score_function == "softmax" and not moe.normalize_topk,
+        "moe_router_num_groups": moe.num_groups if limited else None,
+        "moe_router_group_topk": moe.group_topk if limited else None,
+        "moe_router_topk_scaling_factor": None if moe.scaling_factor == 1 else moe.scaling_factor,
+        "moe_router_enable_expert_bias": moe.expert_bias,
+        "moe_router_bias_update_rate": getattr(args, "moe_router_bias_update_rate", None) or 0.0,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
+        "moe_aux_loss_coeff": aux_loss,
+        "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
+        "moe_shared_expert_gate": moe.shared_gate,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": uses_transformer_engine(),
+    }
+
+
 def params_dtype(args: object | None) -> torch.dtype:
     """Dtype of the weights that `bf16`/`fp16` of the arguments ask for."""
     bf16, fp16 = bool(getattr(args, "bf16", False)), bool(getattr(args, "fp16", False))
     if bf16 and fp16:
         raise ConfigError("bf16 and fp16 are both set; choose one")
     return torch.bfloat16 if bf16 else torch.float16 if fp16 else torch.float32
-
-
-def virtual_stages(layout: Layout) -> int | None:
-    """Model chunks per pipeline rank, None for one."""
-    return layout.virtual_pipeline if layout.virtual_pipeline and layout.virtual_pipeline > 1 else None

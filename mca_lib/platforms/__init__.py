@@ -6,6 +6,7 @@ table of `mca_lib.platforms.cpu` answers the calls that Megatron makes to `torch
 """
 
 import functools
+import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,3 +57,8 @@ def install() -> Platform:
 
         cpu.install()
     return platform
+
+
+def uses_transformer_engine() -> bool:
+    """Is there a GPU, and Transformer Engine to drive it?"""
+    return current_platform().device_type == "cuda" and importlib.util.find_spec("transformer_engine") is not None

@@ -26,6 +26,8 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 40,
 }
 
+QWEN_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -38,6 +40,22 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3-bias": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 12, "num_experts": 8, "norm_topk_prob": True, **QWEN_EXPERTS},
+    "qwen3-moe-mixed": {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "attention_bias": True,
+        "mlp_only_layers": [1],
+        **QWEN_EXPERTS,
+    },
+    "qwen2-moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 24,
+        **QWEN_EXPERTS,
+    },
 }
 """Name → differences from `SIZES`."""
 
@@ -63,6 +81,9 @@ def hf_model(variant: str, dtype: str = "float32", seed: int = 0, **changes: Any
                 parameter.normal_(0, 0.3)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
     return model.to(getattr(torch, dtype)).eval()
 
 

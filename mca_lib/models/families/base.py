@@ -13,7 +13,8 @@ from mca_lib.converter.mappings import Mapping
 from mca_lib.errors import ModelError
 from mca_lib.models.config import Experts, LatentAttention, McaModelConfig
 from mca_lib.models.families.field_types import check_types
-from mca_lib.models.families.rope import rope_from_hf
+from mca_lib.models.families.rope import DEFAULT_BASE, rope_from_hf, rope_to_hf
+from mca_lib.models.families.window import NoWindow, WindowRule
 
 REQUIRED = object()
 """Default of a config field that the source must give."""
@@ -28,7 +29,11 @@ class Field:
     hf: str
     mca: str | tuple[str, ...]
     default: Any = REQUIRED
-    """transformers' default: a value, or a function of the Hugging Face config; also stands in for null."""
+    """transformers' default: a value, or a function of the Hugging Face config."""
+    aliases: tuple[str, ...] = ()
+    """Other names that transformers reads the field from."""
+    null: Any = None
+    """What null stands for, where that is not the default: a value or a function likewise."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -36,12 +41,20 @@ class Field:
 
     def read(self, hf: HfConfig) -> Any:
         """Value in a Hugging Face config. Raises ModelError when it is required and absent."""
-        value = hf.get(self.hf)
-        if value is not None:
+        given = {name: hf[name] for name in (self.hf, *self.aliases) if hf.get(name) is not None}
+        if given:
+            (name, value), *others = given.items()
+            if conflict := [n for n, v in others if v != value]:
+                raise ModelError(f"config.json: {name}={value} and {conflict[0]}={hf[conflict[0]]} differ; keep one")
             return value
         if self.default is REQUIRED:
             raise ModelError(f"config.json: {self.hf} is missing")
-        return self.default(hf) if callable(self.default) else self.default
+        default = self.null if self.null is not None and self.spelling(hf) in hf else self.default
+        return default(hf) if callable(default) else default
+
+    def spelling(self, hf: HfConfig) -> str:
+        """The name under which a Hugging Face config has the field, or would have it."""
+        return next((name for name in (self.hf, *self.aliases) if name in hf), self.hf)
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,21 @@ class Neutral:
 
 
 @dataclass(frozen=True)
+class Copy:
+    """A tensor that a source may store a second time. An export writes it where the source had it."""
+
+    hf: str
+    """Its name; with `{layer}`, one for every multi-token prediction layer."""
+    of: str
+    """The tensor that it must equal."""
+    when: str | None = None
+    """Attribute of the config that must be true for the tensor to be a copy."""
+
+
+TIED_HEAD = Copy("lm_head.weight", of="model.embed_tokens.weight", when="tie_word_embeddings")
+
+
+@dataclass(frozen=True)
 class Family:
     """One Hugging Face model type."""
 
@@ -77,6 +105,12 @@ class Family:
     neutral: tuple[Neutral, ...]
     fixed: dict[str, Any] = field(default_factory=dict)
     """Fields of `McaModelConfig` that the family always has, whatever the config says."""
+    derived: dict[str, Callable[[HfConfig], Any]] = field(default_factory=dict)
+    """Fields of `McaModelConfig` that follow from several of the Hugging Face config, which an export leaves as is."""
+    rope_base: float = DEFAULT_BASE
+    """transformers' base where the config gives none."""
+    window: WindowRule = NoWindow()
+    copies: tuple[Copy, ...] = (TIED_HEAD,)
     ignored_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Tensors (regular expressions) that old checkpoints carry and that hold nothing learned."""
 
@@ -89,12 +123,16 @@ class Family:
         for rule in self.neutral:
             rule.check(hf)
         values = {**self.fixed, **{name: f.read(hf) for f in self.fields for name in f.targets}}
-        rotary_base, rope_scaling = rope_from_hf(hf)
+        values |= {name: derive(hf) for name, derive in self.derived.items()}
+        rotary_base, rope_scaling = rope_from_hf(hf, self.rope_base)
+        sliding_window, full_attention_layers = self.window.read(hf)
         try:
             return McaModelConfig(
                 model_type=self.model_type,
                 rotary_base=rotary_base,
                 rope_scaling=rope_scaling,
+                sliding_window=sliding_window,
+                full_attention_layers=full_attention_layers,
                 hf_config=dict(hf),
                 latent_attention=_part(LatentAttention, values, "latent_attention"),
                 moe=_part(Experts, values, "moe"),
@@ -103,20 +141,36 @@ class Family:
         except TypeError as e:
             raise ModelError(f"config.json: {e}") from e
 
-    def config_to_hf(self, config: McaModelConfig) -> HfConfig:
-        """Config table, right to left: the source's config with the mapped fields as they are now."""
+    def config_to_hf(self, config: McaModelConfig, transformers: int | None = None) -> HfConfig:
+        """Config table, right to left: the source's config with the mapped fields as they are now.
+
+        Args:
+            transformers: the release, 4 or 5, whose spelling of the rope is written; None keeps the source's.
+        """
         hf = dict(config.hf_config)
         for f in self.fields:
-            value = attrgetter(f.targets[0])(config)
-            if f.hf in hf and hf[f.hf] is None and f.read(hf) == value:
+            value, name = attrgetter(f.targets[0])(config), f.spelling(hf)
+            if name in hf and hf[name] is None and f.read(hf) == value:
                 continue  # null in the source, and null still means the same
-            if f.hf in hf or f.default is REQUIRED or f.read(hf) != value:
-                hf[f.hf] = value
-        return hf
+            if name in hf or f.default is REQUIRED or f.read(hf) != value:
+                hf[name] = value
+        hf = self.window.write(hf, (config.sliding_window, config.full_attention_layers))
+        return rope_to_hf(hf, (config.rotary_base, config.rope_scaling), transformers, self.rope_base)
 
     def mappings(self, config: McaModelConfig) -> list[Mapping]:
         """Rows of the weight table that this config has."""
         return [m for m in self.weights if m.when is None or attrgetter(m.when)(config)]
+
+    def copies_of(self, config: McaModelConfig) -> dict[str, str]:
+        """Name of every tensor that a source of this config may store a second time → the tensor that it must equal."""
+        pairs: dict[str, str] = {}
+        for copy in self.copies:
+            if copy.when is not None and not attrgetter(copy.when)(config):
+                continue
+            layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
+            for name in [copy.hf.format(layer=i) for i in layers] if "{layer}" in copy.hf else [copy.hf]:
+                pairs[name] = pairs.get(copy.of, copy.of)
+        return pairs
 
 
 def _part(cls: type, values: dict[str, Any], name: str) -> Any:

@@ -20,13 +20,10 @@ DENSE_FIELDS = (
     Field("initializer_range", "initializer_range", 0.02),
 )
 
+NO_MLP_BIAS = (Neutral("mlp_bias", (False,)),)
+
 DENSE_NEUTRAL = (
     Neutral("hidden_act", ("silu", "swish")),
-    Neutral("mlp_bias", (False,)),
-    Neutral("use_sliding_window", (False,)),
-    # transformers reads the window of these families only where use_sliding_window is set.
-    Neutral("sliding_window", (), unless=lambda hf: not hf.get("use_sliding_window")),
-    Neutral("layer_types", (), unless=lambda hf: set(hf["layer_types"]) == {"full_attention"}),
     Neutral("partial_rotary_factor", (1.0,)),
     Neutral("quantization_config", ()),
     Neutral("is_encoder_decoder", (False,)),
@@ -52,20 +49,29 @@ _QKV = (_HF + "self_attn.q_proj", _HF + "self_attn.k_proj", _HF + "self_attn.v_p
 _GATE_UP = (_HF + "mlp.gate_proj.weight", _HF + "mlp.up_proj.weight")
 
 # fmt: off
-DENSE_WEIGHTS = (
+EMBEDDINGS = (
     Vocabulary("embedding.word_embeddings.weight",           "model.embed_tokens.weight"),
+    Replicated("decoder.final_layernorm.weight",             "model.norm.weight", ("hidden_size",)),
+    Vocabulary("output_layer.weight",                        "lm_head.weight", when="untied"),
+)
+
+ATTENTION = (
     Replicated(_MCA + "self_attention.linear_qkv.layer_norm_weight",
                                                              _HF + "input_layernorm.weight", ("hidden_size",)),
     QKV(       _MCA + "self_attention.linear_qkv.weight",    tuple(n + ".weight" for n in _QKV), ("hidden_size",)),
     Row(       _MCA + "self_attention.linear_proj.weight",   _HF + "self_attn.o_proj.weight",
                                                              ("hidden_size", "query_size")),
-    Replicated(_MCA + "mlp.linear_fc1.layer_norm_weight",    _HF + "post_attention_layernorm.weight", ("hidden_size",)),
-    GatedMLP(  _MCA + "mlp.linear_fc1.weight",               _GATE_UP),
-    Row(       _MCA + "mlp.linear_fc2.weight",               _HF + "mlp.down_proj.weight",
-                                                             ("hidden_size", "ffn_hidden_size")),
-    Replicated("decoder.final_layernorm.weight",             "model.norm.weight", ("hidden_size",)),
-    Vocabulary("output_layer.weight",                        "lm_head.weight", when="untied"),
 )
+
+MLP = (
+    Replicated(_MCA + "mlp.linear_fc1.layer_norm_weight",    _HF + "post_attention_layernorm.weight", ("hidden_size",),
+               layers="dense_layers"),
+    GatedMLP(  _MCA + "mlp.linear_fc1.weight",               _GATE_UP, layers="dense_layers"),
+    Row(       _MCA + "mlp.linear_fc2.weight",               _HF + "mlp.down_proj.weight",
+                                                             ("hidden_size", "ffn_hidden_size"), layers="dense_layers"),
+)
+
+DENSE_WEIGHTS = (*EMBEDDINGS, *ATTENTION, *MLP)
 """The Llama layer: norm, attention, norm, SwiGLU."""
 
 QKV_BIAS = (
@@ -77,11 +83,25 @@ OUTPUT_BIAS = (
                when="attention_output_bias"),
 )
 
+MLP_BIAS = (
+    GatedMLP(  _MCA + "mlp.linear_fc1.bias",                 tuple(n.replace("weight", "bias") for n in _GATE_UP),
+                                                             ("ffn_hidden_size",), when="mlp_bias",
+               layers="dense_layers"),
+    Replicated(_MCA + "mlp.linear_fc2.bias",                 _HF + "mlp.down_proj.bias", ("hidden_size",),
+               when="mlp_bias", layers="dense_layers"),
+)
+
 QK_NORM = (
     Replicated(_MCA + "self_attention.q_layernorm.weight",   _HF + "self_attn.q_norm.weight", ("kv_channels",)),
     Replicated(_MCA + "self_attention.k_layernorm.weight",   _HF + "self_attn.k_norm.weight", ("kv_channels",)),
 )
 # fmt: on
+
+
+def replaced(fields: tuple[Field, ...], *own: Field) -> tuple[Field, ...]:
+    """`fields` with a family's own, which take the place of those of the same name."""
+    names = {field.hf for field in own}
+    return (*(field for field in fields if field.hf not in names), *own)
 
 
 def head_size(hf: HfConfig) -> int:

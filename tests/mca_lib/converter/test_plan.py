@@ -26,7 +26,7 @@ def headers(config: Any = CONFIG) -> dict[str, TensorInfo]:
 
 def test_fitting_tensors_make_a_plan() -> None:
     plan = make_plan(CONFIG, headers())
-    assert (plan.dtype, plan.dtype_exceptions, plan.redundant_head) == ("bfloat16", {}, None)
+    assert (plan.dtype, plan.dtype_exceptions, plan.copies) == ("bfloat16", {}, {})
     assert len(plan.entries) == 3 + 6 * CONFIG.num_layers
 
 
@@ -112,4 +112,4 @@ def test_untied_model_without_output_layer_is_refused() -> None:
 
 
 def test_stored_output_layer_of_a_tied_model_is_kept_in_mind() -> None:
-    assert make_plan(TIED, headers(CONFIG)).redundant_head == "lm_head.weight"
+    assert make_plan(TIED, headers(CONFIG)).copies == {"lm_head.weight": "model.embed_tokens.weight"}

@@ -175,22 +175,25 @@ def megatron_outputs(
 
 
 def _worst_gradient(models: Any, hf: Any) -> tuple[float, str, int]:
-    from megatron.core import parallel_state
-
     from mca_lib.converter.plan import entries
+    from mca_lib.parallel import tensor_place
 
-    gradients = {name: p.grad for name, p in hf.named_parameters()}
+    gradients = _gradients_as_stored(hf)
     rows = {e.mca: e for e in entries(models.mca_config)}
-    rank, size = (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-    )
+    place = tensor_place()
     worst, worst_name, count = 0.0, "", 0
     for name, parameter in models.named_parameters():
         row = rows[name]
-        expected = row.mapping.to_mca([gradients[n] for n in row.hf], models.mca_config, rank, size)
+        expected = row.mapping.to_mca([gradients[n] for n in row.hf], models.mca_config, *place.of(row.mapping))
         error = ((parameter.main_grad - expected).norm() / expected.norm()).item()
         count += 1
         if not error <= worst:
             worst, worst_name = error, name
     return worst, worst_name, count
+
+
+def _gradients_as_stored(hf: Any) -> dict[str, Any]:
+    """Gradients under the names of a saved model, which has one tensor per expert."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return revert_weight_conversion(hf, {name: p.grad for name, p in hf.named_parameters()})
