@@ -2,19 +2,25 @@
 
 `dist_checkpointing.load` fills a model, collectively. Digests and exports want the opposite: whole tensors by name,
 whatever layout wrote them, with one in memory. Layers and experts are leading axes of a stored tensor; `read` takes the
-names with both written out.
+names with both written out. Threads may share a reader.
 """
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
+from typing import IO
 
 import torch
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.utils import _create_file_view
 
+from mca_lib.converter.file_tensor import FileTensor, ReadCounter
 from mca_lib.errors import CheckpointError
 from mca_lib.models.naming import stored_key, written_out
 
@@ -26,6 +32,10 @@ class StoredTensor:
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
 
 class CheckpointReader:
@@ -39,9 +49,11 @@ class CheckpointReader:
         self.directory = Path(directory)
         if not (self.directory / "metadata.json").is_file():
             raise CheckpointError(f"{self.directory}: not a whole checkpoint: metadata.json is missing")
-        self._storage = FileSystemReader(self.directory)
+        self._files: dict[str, IO[bytes]] = {}
+        self._lock = threading.Lock()
+        self._counter = ReadCounter()
         try:
-            self._metadata: Metadata = self._storage.read_metadata()
+            self._metadata: Metadata = FileSystemReader(self.directory).read_metadata()
         except Exception as e:
             raise CheckpointError(f"{self.directory}: unreadable metadata ({type(e).__name__}: {e})") from e
         self._check_files()
@@ -64,21 +76,51 @@ class CheckpointReader:
         """The whole tensor. Raises CheckpointError when it is not there or its file is damaged."""
         key, index = self._find(name)
         meta = self.stored[key]
+        value = torch.empty(meta.size[len(index) :], dtype=meta.properties.dtype)
+        self.read_into(name, value)
+        return value
+
+    def read_into(self, name: str, destination: torch.Tensor) -> None:
+        """The whole tensor, into a contiguous CPU tensor of its shape and dtype."""
+        key, index = self._find(name)
+        meta = self.stored[key]
         shape = list(meta.size)
+        if list(destination.shape) != shape[len(index) :] or destination.dtype != meta.properties.dtype:
+            raise ValueError(f"{name} is {meta.properties.dtype} {shape[len(index) :]}, not {destination.dtype}")
         box = ChunkStorageMetadata(
             offsets=torch.Size([*index, *[0] * (len(shape) - len(index))]),
             sizes=torch.Size([*[1] * len(index), *shape[len(index) :]]),
         )
-        value = torch.empty(box.sizes, dtype=meta.properties.dtype)
         items = create_read_items_for_chunk_list(key, meta, [box])
-        if sum(item.lengths.numel() for item in items) != value.numel():
+        if sum(item.lengths.numel() for item in items) != destination.numel():
             raise CheckpointError(f"{self.directory}: {name} is stored only in part")
+        whole = destination.view(box.sizes)
         try:
-            self._storage.set_up_storage_reader(self._metadata, is_coordinator=True)
-            self._storage.read_data(self._storage.prepare_local_plan(LoadPlan(items)), _InPlace(value)).wait()
+            for item in items:
+                target = whole
+                for dim, (offset, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
+                    target = target.narrow(dim, offset, length)
+                pairs = zip(item.storage_offsets, item.lengths, strict=True)
+                self._stored_piece(item.storage_index).read_into(
+                    target, tuple(slice(start, start + length) for start, length in pairs)
+                )
         except Exception as e:
             raise CheckpointError(f"{self.directory}: {name} cannot be read ({type(e).__name__}: {e})") from e
-        return value.view(shape[len(index) :])
+
+    def _stored_piece(self, index: MetadataIndex) -> FileTensor:
+        """A piece as it lies in its file, found by what `torch.save` wrote before it; no weights are read."""
+        info = self._metadata.storage_data[index]
+        with self._lock:
+            if info.relative_path not in self._files:
+                self._files[info.relative_path] = (self.directory / info.relative_path).open("rb", buffering=0)
+            file = self._files[info.relative_path]
+            with FakeTensorMode():
+                tensor = torch.load(_create_file_view(file, info.offset, info.length), weights_only=True)
+        if not tensor.is_contiguous():
+            raise ValueError("it is not stored in the order of its elements")
+        start = info.offset + tensor.untyped_storage()._checkpoint_offset
+        start += tensor.storage_offset() * tensor.dtype.itemsize
+        return FileTensor(file, Path(file.name), start, tuple(tensor.shape), tensor.dtype, self._counter)
 
     def _find(self, name: str) -> tuple[str, tuple[int, ...]]:
         for stacked_layers in (True, False):
@@ -98,34 +140,3 @@ class CheckpointReader:
             if size < end:
                 state = "is missing" if size < 0 else f"has {size} bytes of {end}"
                 raise CheckpointError(f"{path}: damaged checkpoint: the file {state}")
-
-
-class _InPlace(LoadPlanner):
-    """Reads into one tensor that stands for the requested box."""
-
-    def __init__(self, target: torch.Tensor) -> None:
-        self.target = target
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        target = self.target
-        for dim, (offset, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            target = target.narrow(dim, offset, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
-
-    def load_bytes(self, read_item: ReadItem, value: object) -> None:
-        raise NotImplementedError("only tensors are read")
-
-    def set_up_planner(self, *args: object, **kwargs: object) -> None:
-        raise NotImplementedError("the plan is made by CheckpointReader")
-
-    def create_local_plan(self) -> LoadPlan:
-        raise NotImplementedError("the plan is made by CheckpointReader")
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan

@@ -1,16 +1,23 @@
-"""MCA checkpoint → Hugging Face directory, in one process, one fused tensor in memory at a time."""
+"""MCA checkpoint → Hugging Face directory, in one process; each worker holds one fused tensor.
+
+Shards are written while tensors are read, into a folder beside `output` that takes its name when all of it is there.
+"""
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mca_lib.checkpoint.publish import published
+from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER, verify_model
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
-from mca_lib.converter.plan import FLOAT_DTYPES, entries
+from mca_lib.converter.plan import FLOAT_DTYPES, Entry, entries
 from mca_lib.converter.safetensors_writer import ShardedWriter, Slot, parse_size
+from mca_lib.converter.workers import WORKERS, Scratch, for_each
 from mca_lib.errors import CheckpointError, ConfigError
 from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
 from mca_lib.models.registry import family_of
@@ -22,18 +29,23 @@ def export_hf(
     *,
     dtype: str = "auto",
     max_shard_size: str = "5GB",
+    replace: bool = False,
+    workers: int = WORKERS,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
     """Write weights, config.json, tokenizer, chat template and generation config; transformers loads the result.
 
     Args:
+        output: absent or an empty folder.
         dtype: `auto` gives every tensor the dtype that it had in the source.
+        replace: what is at `output` is replaced as a whole.
 
     Returns:
         {"parameters", "bytes", "files", "dtype"}
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model than its config says.
+        ConfigError: `output` is there, or an option is wrong.
     """
     checkpoint, output = Path(checkpoint), Path(output)
     if not is_mca_checkpoint(checkpoint):
@@ -41,22 +53,43 @@ def export_hf(
     config = McaModelConfig.from_pretrained(checkpoint)
     reader = verify_model(checkpoint / WEIGHTS_FOLDER, config)
     slots = hf_slots(config, dtype)
-    output.mkdir(parents=True, exist_ok=True)
-    with ShardedWriter(output, slots, parse_size(max_shard_size)) as writer:
-        dtypes = {name: slot.dtype for name, slot in slots.items()}
-        for done, (name, tensor) in enumerate(ModelConverter(config).to_hf(reader, dtypes)):
-            writer.write(name, tensor)
-            progress(done + 1, len(slots))
-    files = copy_side_files(checkpoint, output)
+    shard_bytes = parse_size(max_shard_size)
     main_dtype = config.source_dtype if dtype == "auto" else dtype
-    text = json.dumps(hf_config(config, main_dtype), indent=2, ensure_ascii=False)
-    (output / "config.json").write_text(text + "\n", encoding="utf-8")
+    with published(output, replace=replace) as folder:
+        with ShardedWriter(folder, slots, shard_bytes) as writer:
+            _write(config, reader, writer, workers, progress)
+        files = copy_side_files(checkpoint, folder)
+        text = json.dumps(hf_config(config, main_dtype), indent=2, ensure_ascii=False)
+        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        weights = sorted(p.name for p in folder.glob("*.safetensors*"))
     return {
         "parameters": writer.total_parameters,
         "bytes": writer.total_bytes,
-        "files": sorted([*files, "config.json", *(p.name for p in output.glob("*.safetensors*"))]),
+        "files": sorted([*files, "config.json", *weights]),
         "dtype": main_dtype,
     }
+
+
+def _write(
+    config: McaModelConfig, reader: CheckpointReader, writer: ShardedWriter, workers: int, progress: Progress
+) -> None:
+    converter = ModelConverter(config)
+    dtypes = {name: slot.dtype for name, slot in writer.slots.items()}
+    stored = {tensor.name: tensor for tensor in reader}
+    scratch = Scratch(max(tensor.bytes for tensor in stored.values()))
+    lock, done = threading.Lock(), 0
+
+    def export_entry(entry: Entry) -> None:
+        nonlocal done
+        value = scratch.tensor(stored[entry.mca].shape, stored[entry.mca].dtype)
+        reader.read_into(entry.mca, value)
+        for name, tensor in converter.to_hf(entry, value, dtypes):
+            writer.write(name, tensor)
+            with lock:
+                done += 1
+                progress(done, len(writer.slots))
+
+    for_each(entries(config), export_entry, workers)
 
 
 def hf_slots(config: McaModelConfig, dtype: str) -> dict[str, Slot]:
@@ -75,4 +108,5 @@ def hf_config(config: McaModelConfig, dtype: str) -> dict[str, Any]:
     """The source's config.json with the exported dtype, under the spelling that the source used."""
     hf = family_of(config.model_type).config_to_hf(config)
     spelling = "torch_dtype" if "torch_dtype" in hf and "dtype" not in hf else "dtype"
+    hf.pop("quantization_config", None)  # what was quantized is written as what it stands for
     return {**hf, spelling: dtype}

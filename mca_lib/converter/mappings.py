@@ -161,14 +161,25 @@ class Mapping(ABC):
             position += stop - start
 
     def to_hf(self, tensor: "torch.Tensor", config: "McaModelConfig") -> list["torch.Tensor"]:
-        """The whole Megatron tensor back into the Hugging Face tensors; padding is dropped."""
-        outputs = [tensor.new_empty(shape) for shape in self.hf_shapes(config)]
+        """The whole Megatron tensor back into the Hugging Face tensors; padding is dropped.
+
+        What lies in one piece is a view of `tensor`, the rest a copy.
+        """
+        pieces: list[list[tuple[int, torch.Tensor]]] = [[] for _ in self.hf]
         position = 0
         for source, start, stop in self.segments(config, 0, 1):
             if source != PADDING:
-                piece = tensor.narrow(self.axis, position, stop - start)
-                outputs[source].narrow(self.axis, start, stop - start).copy_(piece)
+                pieces[source].append((start, tensor.narrow(self.axis, position, stop - start)))
             position += stop - start
+        outputs = []
+        for shape, found in zip(self.hf_shapes(config), pieces, strict=True):
+            if len(found) == 1:
+                outputs.append(found[0][1])
+                continue
+            whole = tensor.new_empty(shape)
+            for start, piece in found:
+                whole.narrow(self.axis, start, piece.shape[self.axis]).copy_(piece)
+            outputs.append(whole)
         return outputs
 
 

@@ -8,13 +8,13 @@ every parameter is visited once, or it is an error.
 
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.mappings import TensorPlace
-from mca_lib.converter.plan import Entry, Plan, TensorInfo, entries, make_plan
+from mca_lib.converter.plan import Entry, Plan, TensorInfo, make_plan
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.naming import checkpoint_parameters
@@ -27,12 +27,6 @@ Progress = Callable[..., None]
 
 _BAND = 16 << 20
 """Bytes, about, that two tensors are compared by."""
-
-
-class MegatronTensors(Protocol):
-    """Whole tensors of a Megatron model by their name in the checkpoint."""
-
-    def read(self, name: str) -> torch.Tensor: ...
 
 
 def no_progress(done: int, total: int, **metrics: object) -> None:
@@ -49,6 +43,8 @@ class ModelConverter:
     def __init__(self, config: McaModelConfig, place: TensorPlace | None = None) -> None:
         self.config = config
         self.place = place or TensorPlace()
+        copies = family_of(config.model_type).copies_of(config)
+        self._copies = {name: of for name, of in copies.items() if name in config.source_copies}
 
     def plan(self, source: Mapping[str, TensorInfo]) -> Plan:
         """Raises ModelError listing the names that do not fit; reads no weights."""
@@ -114,15 +110,13 @@ class ModelConverter:
             if of in entry.hf:
                 self._compare(copy, of, entry, source)
 
-    def to_hf(self, tensors: MegatronTensors, dtypes: Mapping[str, torch.dtype]) -> Iterable[tuple[str, torch.Tensor]]:
-        """(Hugging Face name, tensor) one by one, cast to `dtypes`; needs the whole model's tensors."""
-        family = family_of(self.config.model_type)
-        copies = {n: of for n, of in family.copies_of(self.config).items() if n in self.config.source_copies}
-        for entry in entries(self.config):
-            values = entry.mapping.to_hf(tensors.read(entry.mca), self.config)
-            for name, value in zip(entry.hf, values, strict=True):
-                for written in (name, *(copy for copy, of in copies.items() if of == name)):
-                    yield written, value.to(dtypes[written])
+    def to_hf(
+        self, entry: Entry, tensor: torch.Tensor, dtypes: Mapping[str, torch.dtype]
+    ) -> Iterable[tuple[str, torch.Tensor]]:
+        """(Hugging Face name, tensor) that the whole tensor of an entry makes, cast to `dtypes`; copies included."""
+        for name, value in zip(entry.hf, entry.mapping.to_hf(tensor, self.config), strict=True):
+            for written in (name, *(copy for copy, of in self._copies.items() if of == name)):
+                yield written, value.to(dtypes[written])
 
     def _local_shape(self, entry: Entry) -> tuple[int, ...]:
         return entry.mapping.local_shape(self.config, *self.place.of(entry.mapping))

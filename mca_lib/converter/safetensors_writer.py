@@ -9,10 +9,11 @@ import json
 import math
 import os
 import struct
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Self
+from typing import Self
 
 import torch
 
@@ -36,9 +37,9 @@ class Slot:
 
 
 class ShardedWriter:
-    """Writes the tensors of `slots`, in any order, into shards of at most `max_shard_bytes`.
+    """Writes the tensors of `slots`, in any order and from several threads, into shards of at most `max_shard_bytes`.
 
-    A shard is closed when it is full, in the order of `slots`. On exit without an error every slot must be written.
+    A shard is synced and closed when it is full. On exit without an error every slot must be written.
     """
 
     def __init__(self, directory: Path, slots: Mapping[str, Slot], max_shard_bytes: int) -> None:
@@ -46,66 +47,43 @@ class ShardedWriter:
         self.slots = dict(slots)
         self.total_bytes = sum(s.bytes for s in slots.values())
         self.total_parameters = sum(math.prod(s.shape) for s in slots.values())
-        self._files = _name_shards(_fill_shards(self.slots, max_shard_bytes))
-        self._file_of = {name: file for file, names in self._files.items() for name in names}
-        self._offset: dict[str, int] = {}
-        self._missing = {file: set(names) for file, names in self._files.items()}
-        self._streams: dict[str, IO[bytes]] = {}
+        names = _name_shards(_fill_shards(self.slots, max_shard_bytes))
+        self._shards = {
+            file: _Shard(directory / file, {n: self.slots[n] for n in held}) for file, held in names.items()
+        }
+        self._file_of = {name: file for file, held in names.items() for name in held}
+        self._lock = threading.Lock()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for stream in self._streams.values():
-            stream.close()
+        for shard in self._shards.values():
+            shard.close()
         if kind is not None:
             return
-        if missing := [n for names in self._missing.values() for n in names]:
+        if missing := [n for shard in self._shards.values() for n in shard.missing]:
             raise RuntimeError(f"tensors were never written: {missing[:8]}")
-        if len(self._files) > 1:
+        if len(self._shards) > 1:
             self._write_index()
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
         """Put one tensor in its place. Raises RuntimeError when it was written before or is not what was planned."""
-        slot, file = self.slots[name], self._file_of[name]
+        slot, shard = self.slots[name], self._shards[self._file_of[name]]
         if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
             raise RuntimeError(f"{name}: planned {slot}, got {tuple(tensor.shape)} {tensor.dtype}")
-        if name not in self._missing[file]:
-            raise RuntimeError(f"{name}: written twice")
-        stream = self._stream(file)
-        stream.seek(self._offset[name])
+        with self._lock:
+            if name not in shard.missing:
+                raise RuntimeError(f"{name}: written twice")
+            shard.missing.discard(name)
+            shard.open()
         # uint8, because numpy has no bfloat16
-        stream.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        self._missing[file].discard(name)
-        if not self._missing[file]:
-            self._streams.pop(file).close()
-
-    def _stream(self, file: str) -> IO[bytes]:
-        if file not in self._streams:
-            self._streams[file] = (self.directory / file).open("wb")
-            self._write_header(file)
-        return self._streams[file]
-
-    def _write_header(self, file: str) -> None:
-        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-        position = 0
-        for name in self._files[file]:
-            slot = self.slots[name]
-            header[name] = {
-                "dtype": _NAMES[slot.dtype],
-                "shape": list(slot.shape),
-                "data_offsets": [position, position + slot.bytes],
-            }
-            self._offset[name] = position
-            position += slot.bytes
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        start = 8 + len(text)
-        for name in self._files[file]:
-            self._offset[name] += start
-        stream = self._streams[file]
-        stream.write(struct.pack("<Q", len(text)) + text)
-        os.posix_fallocate(stream.fileno(), 0, start + position)  # a full disk shows here, not after hours
+        shard.write(name, memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        with self._lock:
+            shard.unfinished.discard(name)
+            full = not shard.unfinished
+        if full:
+            shard.close()
 
     def _write_index(self) -> None:
         index = {
@@ -113,6 +91,48 @@ class ShardedWriter:
             "weight_map": dict(sorted(self._file_of.items())),
         }
         (self.directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+class _Shard:
+    """One safetensors file: its header first, then the tensors wherever they belong."""
+
+    def __init__(self, path: Path, slots: Mapping[str, Slot]) -> None:
+        self.path = path
+        self.missing, self.unfinished = set(slots), set(slots)
+        self._descriptor = -1
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, position = {}, 0
+        for name, slot in slots.items():
+            starts[name], end = position, position + slot.bytes
+            header[name] = {"dtype": _NAMES[slot.dtype], "shape": list(slot.shape), "data_offsets": [position, end]}
+            position = end
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        self._header = struct.pack("<Q", len(text)) + text
+        self._start = {name: len(self._header) + start for name, start in starts.items()}
+        self._bytes = len(self._header) + position
+
+    def open(self) -> None:
+        """Make the file, with its header and all the room that it needs."""
+        if self._descriptor < 0:
+            self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            os.posix_fallocate(self._descriptor, 0, self._bytes)  # a full disk shows here, not after hours
+            _write_at(self._descriptor, memoryview(self._header), 0)
+
+    def write(self, name: str, data: memoryview) -> None:
+        _write_at(self._descriptor, data, self._start[name])
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.fsync(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
 
 
 def parse_size(text: str) -> int:

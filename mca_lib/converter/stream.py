@@ -7,7 +7,6 @@ Each worker holds one tensor. Nothing is at `output` before all of it is right.
 
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,12 +22,10 @@ from mca_lib.checkpoint.writer import Piece, write_checkpoint
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
 from mca_lib.converter.plan import Plan
+from mca_lib.converter.workers import WORKERS, Scratch, one_thread_per_operation
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 from mca_lib.models.naming import stored_key
-
-WORKERS = 2
-"""Threads that read, check, write and digest; each holds one tensor."""
 
 type Check = Callable[[Path, Plan], dict[str, Any]]
 
@@ -98,8 +95,7 @@ class _Stream:
             key, index = stored_key(entry.mca, config.stacked_layers)
             dtype = getattr(torch, source.tensors[entry.hf[0]].dtype)
             self.pieces.append(Piece(entry.mca, key, index, shapes[key], dtype))
-        self._largest = max(piece.bytes for piece in self.pieces)
-        self._local = threading.local()
+        self._scratch = Scratch(max(piece.bytes for piece in self.pieces))
 
     def write(self, directory: Path, workers: int, progress: Progress) -> str:
         """Write all tensors; returns the digest of the weights."""
@@ -112,31 +108,15 @@ class _Stream:
                 rows.append(row)
                 progress(len(rows), len(self.pieces))
 
-        # The workers divide the cores among themselves; threads within an operation would only wait for each other.
-        with nullcontext() if workers == 1 else _one_thread_each():
+        with one_thread_per_operation():
             write_checkpoint(directory, self.pieces, self._make, workers=workers, written=written)
         return rows_digest(rows)
 
     def _make(self, piece: Piece) -> torch.Tensor:
-        value = self._buffer(piece)
+        value = self._scratch.tensor(piece.shape, piece.dtype)
         own, extra = value, self.extra_rows.get(piece.name)
         if extra is not None:
             own = value[: len(value) - len(extra)]
             value[len(own) :] = extra
         self.converter.read(self.entries[piece.name], self.source, self.plan, own)
         return value
-
-    def _buffer(self, piece: Piece) -> torch.Tensor:
-        """This thread's memory, the same for every tensor: fresh pages cost more than the reading."""
-        if not hasattr(self._local, "buffer"):
-            self._local.buffer = torch.empty(self._largest, dtype=torch.uint8)
-        return self._local.buffer[: piece.bytes].view(piece.dtype).view(piece.shape)
-
-
-class _one_thread_each:
-    def __enter__(self) -> None:
-        self.before = torch.get_num_threads()
-        torch.set_num_threads(1)
-
-    def __exit__(self, *_: object) -> None:
-        torch.set_num_threads(self.before)

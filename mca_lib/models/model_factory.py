@@ -115,7 +115,7 @@ class VirtualModels:
         from mca_lib.converter.export import export_hf
 
         directory = Path(directory)
-        passage = directory / ".mca"
+        passage = directory.with_name(f"{directory.name}-passage")
         self.save_pretrained(passage)
         failure: list[BaseException | None] = [None]
         if dist.get_rank() == 0:

@@ -69,11 +69,13 @@ def convert(source: Path, target: Path, limit: float = 1e-3) -> dict[str, Any]:
 
 def convert_with_swapped_gate(source: Path, target: Path) -> dict[str, Any]:
     """With a weight table that is wrong and fits: gate and up have the same shape."""
+    import dataclasses
+
     from mca_lib.converter.mappings import GatedMLP
     from mca_lib.models.registry import FAMILIES
 
     rows = FAMILIES["llama"].weights
-    _set_weights(tuple(GatedMLP(m.mca, m.hf[::-1]) if isinstance(m, GatedMLP) else m for m in rows))
+    _set_weights(tuple(dataclasses.replace(m, hf=m.hf[::-1]) if isinstance(m, GatedMLP) else m for m in rows))
     return convert(source, target)
 
 
