@@ -30,6 +30,8 @@ from mca_lib.platforms.cpu_stand_ins import (
     list_splits,
     set_rng_state,
     type_name,
+    uneven_gather,
+    uneven_reduce_scatter,
 )
 
 
@@ -146,6 +148,15 @@ MEGATRON_ANSWERS = (
            "the counterpart of the row above",
            "megatron.core.tensor_parallel.random", "torch.cuda.random.get_rng_state(device=device)",
            "m('megatron.core.tensor_parallel.random')._get_cuda_rng_state() is not None"),
+    Answer("megatron.core.tensor_parallel.mappings._gather_along_first_dim", uneven_gather,
+           "gloo gathers equal shares only; experts that are split over ranks gather what the router sent to each",
+           "megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list",
+           "'uneven_gather' in m('megatron.core.tensor_parallel.mappings')._gather_along_first_dim.__code__.co_qualname"),
+    Answer("megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim", uneven_reduce_scatter,
+           "the counterpart of the row above",
+           "megatron.core.tensor_parallel.mappings", "torch.distributed.reduce_scatter(output, input_tensor_list",
+           "'uneven_reduce' in"
+           " m('megatron.core.tensor_parallel.mappings')._reduce_scatter_along_first_dim.__code__.co_qualname"),
     Answer("megatron.core.optimizer.Adam", fused_adam,
            "torch's AdamW cannot resume under the distributed optimizer (see cpu_adam)",
            "megatron.core.optimizer", "adam_cls = Adam",

@@ -90,6 +90,36 @@ def list_splits(original: Callable[..., Any]) -> Callable[..., Any]:
     return all_to_all_single
 
 
+def uneven_gather(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gather along the first axis that takes shares of different lengths: they travel padded to the longest."""
+
+    @functools.wraps(original)
+    def gather(input_: torch.Tensor, group: Any, output_split_sizes: list[int] | None = None, *rest: Any) -> Any:
+        if output_split_sizes is None:
+            return original(input_, group, None, *rest)
+        padded = input_.new_zeros(max(output_split_sizes), *input_.shape[1:])
+        padded[: len(input_)] = input_
+        shares = [torch.empty_like(padded) for _ in output_split_sizes]
+        torch.distributed.all_gather(shares, padded, group=group)
+        return torch.cat([share[:size] for share, size in zip(shares, output_split_sizes, strict=True)])
+
+    return gather
+
+
+def uneven_reduce_scatter(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Reduce-scatter along the first axis that takes shares of different lengths: all is summed, each takes its own."""
+
+    @functools.wraps(original)
+    def reduce_scatter(input_: torch.Tensor, group: Any, input_split_sizes: list[int] | None = None, *rest: Any) -> Any:
+        if input_split_sizes is None:
+            return original(input_, group, None, *rest)
+        total = input_.clone()
+        torch.distributed.all_reduce(total, group=group)
+        return total.split(input_split_sizes)[group.rank()].clone()
+
+    return reduce_scatter
+
+
 def fused_adam(_original: Any) -> type:
     from mca_lib.platforms.cpu_adam import FusedAdam
 

@@ -94,7 +94,9 @@ FAMILY = Family(
         *(in_mtp(row) for row in (*LATENT_ATTENTION, *EXPERTS)),
     ),
     neutral=(
-        *MOE_NEUTRAL,
+        *(rule for rule in MOE_NEUTRAL if rule.hf != "auto_map"),
+        # The publisher's code, of which transformers has its own version.
+        Neutral("auto_map", (), unless=lambda hf: all("_deepseek." in name for name in hf["auto_map"].values())),
         Neutral("attention_bias", (False,)),
         Neutral("rope_interleave", (True,)),
         Neutral("norm_topk_prob", (True,)),

@@ -1,8 +1,9 @@
 """Mixtral: the Mistral layer with experts in place of every MLP."""
 
-from mca_lib.models.families.base import Family, Field, Neutral
-from mca_lib.models.families.dense import ATTENTION, DENSE_FIELDS, EMBEDDINGS, head_size
+from mca_lib.models.families.base import Family, Field
+from mca_lib.models.families.dense import ATTENTION, DENSE_FIELDS, EMBEDDINGS, head_size, replaced
 from mca_lib.models.families.moe import MOE_FIELDS, MOE_NEUTRAL, expert_weights
+from mca_lib.models.families.window import OneWindow
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
 
@@ -10,11 +11,10 @@ FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     fields=(
-        *DENSE_FIELDS,
+        *replaced(DENSE_FIELDS, Field("rms_norm_eps", "norm_epsilon", 1e-5)),
         *MOE_FIELDS,
         Field("max_position_embeddings", "max_position_embeddings", 131072),
         Field("head_dim", "kv_channels", head_size),
-        Field("rms_norm_eps", "norm_epsilon", 1e-5),
         Field("num_local_experts", "moe.num_experts", aliases=("num_experts",)),
         Field("intermediate_size", "moe.ffn_hidden_size"),
     ),
@@ -25,6 +25,8 @@ FAMILY = Family(
             *(_EXPERT + name + ".weight" for name in ("w1", "w3", "w2")), router="block_sparse_moe.gate.weight"
         ),
     ),
-    neutral=(*(rule for rule in MOE_NEUTRAL if "sliding_window" not in rule.hf), Neutral("sliding_window", ())),
+    neutral=MOE_NEUTRAL,
     derived={"moe.layers": lambda hf: tuple(range(hf["num_hidden_layers"]))},
+    rope_base=1e6,
+    window=OneWindow(default=None),
 )

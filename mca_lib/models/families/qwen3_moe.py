@@ -3,6 +3,7 @@
 from mca_lib.models.families.base import Family, Field
 from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_WEIGHTS, OUTPUT_BIAS, QK_NORM, QKV_BIAS, head_size
 from mca_lib.models.families.moe import EXPERT_WEIGHTS, MOE_NEUTRAL, QWEN_MOE_FIELDS, sparse_layers
+from mca_lib.models.families.window import SwitchedWindow
 
 FAMILY = Family(
     model_type="qwen3_moe",
@@ -18,4 +19,5 @@ FAMILY = Family(
     neutral=MOE_NEUTRAL,
     fixed={"qk_layernorm": True},
     derived={"moe.layers": sparse_layers},
+    window=SwitchedWindow(by_layer=False),
 )
