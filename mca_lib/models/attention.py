@@ -1,11 +1,13 @@
 """Core attention of the local layer, on torch's scaled_dot_product_attention.
 
 Megatron's own local core attention materializes the scores, knows no packed rows and no context parallelism. This
-one runs a flash kernel (on CPU too, 2 to 5 times faster from 512 tokens on) and covers both:
+one runs a flash kernel (on CPU too, 2 to 5 times faster from 512 tokens on) and covers them:
 
 - packed rows (`thd`): one causal attention per document, so no document sees another;
 - context parallelism: keys and values are gathered from all ranks, and each rank's two zigzag chunks of a document
-  (see `packing`) attend to what lies before them. Gradients of the gathered tensors are reduce-scattered.
+  (see `packing`) attend to what lies before them. Gradients of the gathered tensors are reduce-scattered;
+- sliding windows: a document that is no longer than the window keeps the flash kernel, a longer one is cut into blocks
+  of queries of the window's size, so that a mask is at most window x 2 windows.
 
 Letters: S tokens on this rank, T tokens of the row, B batch, N query heads, G key/value heads, D head size.
 """
@@ -23,6 +25,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from mca_lib.models.packing import document_bounds, zigzag_index
 
@@ -42,14 +45,20 @@ class SDPACoreAttention(MegatronModule):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
     ) -> None:
         super().__init__(config=config)
         if attn_mask_type not in _CAUSAL:
             raise NotImplementedError(f"attention mask {attn_mask_type}: only causal attention is implemented")
-        if config.window_size is not None or config.softmax_type != "vanilla":
-            raise NotImplementedError("sliding windows and softmax variants are not implemented")
+        if config.softmax_type != "vanilla":
+            raise NotImplementedError("softmax variants are not implemented")
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.window: int | None = None
+        """Tokens that a query sees, its own included."""
+        if is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number):
+            self.window = config.window_size[0] + 1
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups(required_pgs=["cp"])
         self.context_group = groups.cp
 
@@ -97,7 +106,9 @@ class SDPACoreAttention(MegatronModule):
             torch.cat([key_SBGD, value_SBGD], dim=-1), tensor_parallel_output_grad=True, group=self.context_group
         )
         natural_order = torch.argsort(torch.cat(zigzag_index(bounds, ranks))).to(gathered.device)
-        key_TBGD, value_TBGD = gathered.index_select(0, natural_order).split(key_SBGD.shape[-1], dim=-1)
+        key_TBGD, value_TBGD = gathered.index_select(0, natural_order).split(
+            [key_SBGD.shape[-1], value_SBGD.shape[-1]], dim=-1
+        )
         outputs, position = [], 0
         for start, stop in itertools.pairwise(bounds):
             size = (stop - start) // (2 * ranks)
@@ -109,12 +120,28 @@ class SDPACoreAttention(MegatronModule):
         return torch.cat(outputs)
 
     def _attend(self, query_SBND: torch.Tensor, key_TBGD: torch.Tensor, value_TBGD: torch.Tensor) -> torch.Tensor:
-        """Causal attention of the last S of T positions."""
+        """Attention of the last S of T positions to those before them, as far as the window goes."""
+        queries, keys = len(query_SBND), len(key_TBGD)
+        if self.window is None or keys <= self.window:
+            return self._attend_at_once(query_SBND, key_TBGD, value_TBGD)
+        outputs, before = [], keys - queries
+        for start in range(0, queries, self.window):
+            stop = min(start + self.window, queries)
+            seen = slice(max(0, before + start + 1 - self.window), before + stop)
+            outputs.append(self._attend_at_once(query_SBND[start:stop], key_TBGD[seen], value_TBGD[seen]))
+        return torch.cat(outputs)
+
+    def _attend_at_once(
+        self, query_SBND: torch.Tensor, key_TBGD: torch.Tensor, value_TBGD: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of the last S of T positions, with a mask where the kernel's own causal one does not do."""
         query_BNSD, key_BGTD, value_BGTD = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_TBGD, value_TBGD))
         queries, keys = query_BNSD.shape[2], key_BGTD.shape[2]
         mask_ST = None
         if queries != keys:
             mask_ST = torch.ones(queries, keys, dtype=torch.bool, device=query_BNSD.device).tril(keys - queries)
+            if self.window is not None:
+                mask_ST = mask_ST.triu(keys - queries + 1 - self.window)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_seed(dropout):
             context_BNSD = F.scaled_dot_product_attention(

@@ -12,6 +12,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
     get_mtp_layer_spec,
@@ -24,6 +25,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from mca_lib.errors import ConfigError
 from mca_lib.models.attention import SDPACoreAttention
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.latent_attention import LatentSelfAttention
 from mca_lib.models.naming import fused_names
 from mca_lib.models.norm import RMSNorm
 from mca_lib.platforms import uses_transformer_engine
@@ -62,6 +64,9 @@ def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
     if config.attention_output_bias:
         attention = spec.submodules.self_attention.submodules
         attention.linear_proj = with_bias(attention.linear_proj)
+    if config.mlp_bias and not has_experts:
+        mlp = spec.submodules.mlp.keywords["submodules"]
+        mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
     return spec
 
 
@@ -82,6 +87,7 @@ def _engine_layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
         _check_latent_norms(config)
         # Split as in the local layer, so that a rank's share does not depend on the implementation.
         attention = spec.submodules.self_attention.submodules
+        spec.submodules.self_attention.module = LatentSelfAttention
         attention.linear_q_down_proj = attention.linear_kv_down_proj = _engine_backend().column_parallel_linear()
     return spec
 
@@ -101,7 +107,9 @@ def _local_layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
     attention = layer.self_attention.submodules
     attention.core_attention = SDPACoreAttention
     if latent is not None:
-        attention.q_layernorm = attention.kv_layernorm = partial(latent_norm, latent.norm_epsilon)
+        layer.self_attention.module = LatentSelfAttention
+        attention.kv_layernorm = partial(latent_norm, latent.norm_epsilon)
+        attention.q_layernorm = attention.kv_layernorm if latent.has_q_lora else IdentityOp
     elif config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec

@@ -9,7 +9,7 @@ from typing import Any
 
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.families import deepseek_v3, llama, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from mca_lib.models.families import deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from mca_lib.models.families.base import Family
 from mca_lib.models.layout import ParallelSizes
 from mca_lib.models.layout_rules import check_training_layout
@@ -19,6 +19,7 @@ FAMILIES: dict[str, Family] = {
     for m in (
         deepseek_v3,
         llama,
+        mistral,
         mixtral,
         qwen2,
         qwen2_moe,

@@ -71,7 +71,7 @@ def local_parts(
     for row in family_of(config.model_type).mappings(config):
         shape = row.local_shape(config, *place.of(row))
         experts = config.moe.num_experts // layout.expert if row.per_expert else 1
-        counts[_part(row)] += math.prod(shape) * experts * sum(_held(row, config, chunk) for chunk in chunks)
+        counts[_part(row)] += math.prod(shape) * experts * sum(rows_held(row, config, chunk) for chunk in chunks)
     vocabulary = padded_vocab_size(config.vocab_size, layout.tensor) // layout.tensor * config.hidden_size
     for chunk in chunks:
         if chunk.mtp_layers and not chunk.embedding:
@@ -104,7 +104,7 @@ def _layers(row: Mapping, config: McaModelConfig) -> Iterator[int]:
         yield 0
 
 
-def _held(row: Mapping, config: McaModelConfig, chunk: Chunk) -> int:
+def rows_held(row: Mapping, config: McaModelConfig, chunk: Chunk) -> int:
     """How often a chunk has the row, experts not counted."""
     if "{mtp}" in row.mca:
         return chunk.mtp_layers

@@ -26,6 +26,49 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 40,
 }
 
+BASE_ROPE = {"rope_theta": 100.0}
+
+# With a base of 100 and heads of 16, channels 0 to 7 turn 6.4, 3.6, 2.0, ... times in 40 tokens: the blend goes from
+# the channel of 4 turns to that of half a turn.
+YARN_ROPE = {
+    **BASE_ROPE,
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 40,
+}
+
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 4,
+    "n_group": 4,
+    "topk_group": 2,
+    "moe_intermediate_size": 16,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "rms_norm_eps": 1e-5,  # the latents' norms have 1e-6
+    "num_mtp_layers": 0,
+}
+
+DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "beta_fast": 4.0,
+    "beta_slow": 1.0,
+    "mscale": 0.7,
+    "mscale_all_dim": 1.3,
+}
+
 QWEN_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -36,7 +79,25 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "llama-bias": {"model_type": "llama", "attention_bias": True},
     "llama-head-dim": {"model_type": "llama", "head_dim": 24},
     "llama3-rope": {"model_type": "llama", "head_dim": 16, "rope_parameters": LLAMA3_ROPE},
+    "llama-mlp-bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+    "linear-rope": {"model_type": "llama", "rope_parameters": {**BASE_ROPE, "rope_type": "linear", "factor": 3.0}},
+    "yarn-rope": {"model_type": "llama", "head_dim": 16, "rope_parameters": YARN_ROPE},
+    "yarn-attention-factor": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "rope_parameters": {**YARN_ROPE, "truncate": False, "attention_factor": 0.7},
+    },
+    "mistral": {"model_type": "mistral", "head_dim": 12, "sliding_window": 7},
+    "mistral-full": {"model_type": "mistral", "sliding_window": None},
     "qwen2": {"model_type": "qwen2"},
+    "qwen2-window": {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    "qwen3-window": {
+        "model_type": "qwen3",
+        "head_dim": 16,
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    },
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3-bias": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
@@ -55,6 +116,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 2,
         "shared_expert_intermediate_size": 24,
         **QWEN_EXPERTS,
+    },
+    "deepseek": DEEPSEEK,
+    "deepseek-yarn": {
+        **DEEPSEEK,
+        "q_lora_rank": None,
+        "rope_parameters": DEEPSEEK_YARN,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
     },
 }
 """Name → differences from `SIZES`."""

@@ -13,8 +13,9 @@ from mca_lib.converter.mappings import Mapping
 from mca_lib.errors import ModelError
 from mca_lib.models.config import Experts, LatentAttention, McaModelConfig
 from mca_lib.models.families.field_types import check_types
+from mca_lib.models.families.quantization import block_size
 from mca_lib.models.families.rope import DEFAULT_BASE, rope_from_hf, rope_to_hf
-from mca_lib.models.families.window import NoWindow, WindowRule
+from mca_lib.models.families.window import NO_WINDOW, WindowRule
 
 REQUIRED = object()
 """Default of a config field that the source must give."""
@@ -109,7 +110,7 @@ class Family:
     """Fields of `McaModelConfig` that follow from several of the Hugging Face config, which an export leaves as is."""
     rope_base: float = DEFAULT_BASE
     """transformers' base where the config gives none."""
-    window: WindowRule = NoWindow()
+    window: WindowRule = NO_WINDOW
     copies: tuple[Copy, ...] = (TIED_HEAD,)
     ignored_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Tensors (regular expressions) that old checkpoints carry and that hold nothing learned."""
@@ -120,6 +121,7 @@ class Family:
         architectures = hf.get("architectures")
         if architectures and self.architecture not in architectures:
             raise ModelError(f"config.json: architectures={architectures} is not supported; use {self.architecture}")
+        block_size(hf)  # refuses quantized weights that cannot be read
         for rule in self.neutral:
             rule.check(hf)
         values = {**self.fixed, **{name: f.read(hf) for f in self.fields for name in f.targets}}

@@ -20,12 +20,10 @@ DENSE_FIELDS = (
     Field("initializer_range", "initializer_range", 0.02),
 )
 
-NO_MLP_BIAS = (Neutral("mlp_bias", (False,)),)
-
 DENSE_NEUTRAL = (
     Neutral("hidden_act", ("silu", "swish")),
+    Neutral("mlp_bias", (False,)),
     Neutral("partial_rotary_factor", (1.0,)),
-    Neutral("quantization_config", ()),
     Neutral("is_encoder_decoder", (False,)),
     # Code of the model's own decides its mathematics.
     Neutral("auto_map", ()),

@@ -15,7 +15,10 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache")
 _ROPES = ("rope_parameters", "rope_scaling")
-_ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_NUMBERS = (
+    *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("beta_fast", "beta_slow", "attention_factor"),
+)
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,10 @@ FIELD_TYPES: dict[str, Kind] = {
     **dict.fromkeys(_FLAGS, Kind("true or false", lambda v: isinstance(v, bool), nullable=False)),
     **dict.fromkeys(_ROPES, _OBJECT),
     "rope_theta": _POSITIVE,
+    "original_max_position_embeddings": _SIZE,
+    "sliding_window": Kind("a number of tokens", lambda v: _whole(v) and v >= 0),
+    "use_sliding_window": Kind("true or false", lambda v: isinstance(v, bool)),
+    "max_window_layers": Kind("a number of layers", lambda v: _whole(v) and v >= 0),
     "rms_norm_eps": Kind(
         "a positive number with a decimal point or an exponent",
         lambda v: type(v) is float and math.isfinite(v) and v > 0,
@@ -75,6 +82,14 @@ FIELD_TYPES: dict[str, Kind] = {
     "layer_types": Kind("a list of texts", _texts),
 }
 
+ROPE_TYPES: dict[str, Kind] = {
+    **dict.fromkeys(_ROPE_NUMBERS, _POSITIVE),
+    **dict.fromkeys(("mscale", "mscale_all_dim"), Kind("a number, 0 or greater", lambda v: _number(v) and v >= 0)),
+    # null is false to transformers, where absent is true.
+    "truncate": Kind("true or false", lambda v: isinstance(v, bool), nullable=False),
+}
+"""Fields of `rope_parameters` and `rope_scaling`."""
+
 
 def check_types(hf: dict[str, Any]) -> None:
     """Raise ModelError naming the first field of a config.json whose value is of another kind; absent ones pass."""
@@ -82,8 +97,10 @@ def check_types(hf: dict[str, Any]) -> None:
         if name in hf:
             _check(name, hf[name], kind)
     for rope in _ROPES:
-        for name in _ROPE_NUMBERS:
-            _check(f"{rope}.{name}", (hf.get(rope) or {}).get(name), _POSITIVE)
+        given = hf.get(rope) or {}
+        for name, kind in ROPE_TYPES.items():
+            if name in given:
+                _check(f"{rope}.{name}", given[name], kind)
 
 
 def _check(name: str, value: Any, kind: Kind) -> None:

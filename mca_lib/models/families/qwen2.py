@@ -1,17 +1,20 @@
 """Qwen2 and Qwen2.5, dense: biases on query, key and value, none on the output projection."""
 
 from mca_lib.models.families.base import Family, Field
-from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_NEUTRAL, DENSE_WEIGHTS, QKV_BIAS, head_size
+from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_NEUTRAL, DENSE_WEIGHTS, QKV_BIAS, head_size, replaced
+from mca_lib.models.families.window import SwitchedWindow
 
 FAMILY = Family(
     model_type="qwen2",
     architecture="Qwen2ForCausalLM",
-    fields=(
-        *DENSE_FIELDS,
+    fields=replaced(
+        DENSE_FIELDS,
         Field("max_position_embeddings", "max_position_embeddings", 32768),
+        Field("num_key_value_heads", "num_query_groups", 32, null=lambda hf: hf["num_attention_heads"]),
         Field("head_dim", "kv_channels", head_size),
     ),
     weights=(*DENSE_WEIGHTS, *QKV_BIAS),
     neutral=DENSE_NEUTRAL,
+    window=SwitchedWindow(),
     fixed={"qkv_bias": True},
 )

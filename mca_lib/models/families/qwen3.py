@@ -1,18 +1,29 @@
 """Qwen3, dense: RMSNorm over each head of query and key, and a head size of its own."""
 
 from mca_lib.models.families.base import Family, Field
-from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_NEUTRAL, DENSE_WEIGHTS, OUTPUT_BIAS, QK_NORM, QKV_BIAS
+from mca_lib.models.families.dense import (
+    DENSE_FIELDS,
+    DENSE_NEUTRAL,
+    DENSE_WEIGHTS,
+    OUTPUT_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    replaced,
+)
+from mca_lib.models.families.window import SwitchedWindow
 
 FAMILY = Family(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
-    fields=(
-        *DENSE_FIELDS,
+    fields=replaced(
+        DENSE_FIELDS,
         Field("max_position_embeddings", "max_position_embeddings", 32768),
+        Field("num_key_value_heads", "num_query_groups", 32, null=lambda hf: hf["num_attention_heads"]),
         Field("head_dim", "kv_channels", 128),
         Field("attention_bias", ("qkv_bias", "attention_output_bias"), False),
     ),
     weights=(*DENSE_WEIGHTS, *QK_NORM, *QKV_BIAS, *OUTPUT_BIAS),
     neutral=DENSE_NEUTRAL,
+    window=SwitchedWindow(),
     fixed={"qk_layernorm": True},
 )

@@ -1,45 +1,130 @@
-"""Rotary positions as Hugging Face configs spell them.
+"""Rotary positions as Hugging Face configs spell them, read and written.
 
-transformers 4 keeps `rope_theta` and `rope_scaling` at the top, transformers 5 puts both into `rope_parameters`. The
-kind is `rope_type`, in old files `type`. What has no counterpart here is refused by name: a rope that is silently
-read as the plain one trains and exports a different model.
+                  base                            scaling
+transformers 4    rope_theta                      rope_scaling: {rope_type, factor, ...} or null
+transformers 5    rope_parameters: {rope_theta,   rope_type, factor, ...}
+
+The kind is `rope_type`, in old files `type`. Reading takes what transformers takes, and refuses by name two spellings
+that differ and what has no counterpart here: a rope that is silently read as the plain one trains and exports a
+different model.
 """
 
+from dataclasses import MISSING, fields
 from typing import Any
 
 from mca_lib.errors import ModelError
-from mca_lib.models.config import Llama3Rope
+from mca_lib.models.config import ROPE_TYPES, Llama3Rope, RopeScaling
 
 DEFAULT_BASE = 10000.0
-"""transformers' `default_theta` for the families here."""
+"""transformers' `default_theta` of most families."""
 
-_PLAIN = {"default", None}
-_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+Rope = tuple[float, RopeScaling | None]
+
+_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+_KIND = ("rope_type", "type")
+_COMMON = {*_KIND, "rope_theta", "partial_rotary_factor"}
+_WITHOUT_EFFECT = {"finetuned"}
+"""A note of YaRN's authors, which no version of transformers reads."""
 
 
-def rope_from_hf(hf: dict[str, Any]) -> tuple[float, Llama3Rope | None]:
+def rope_from_hf(hf: dict[str, Any], default_base: float = DEFAULT_BASE) -> Rope:
     """(base, scaling) of a Hugging Face config. Raises ModelError naming the field that cannot be carried over."""
-    if hf.get("rope_parameters") and hf.get("rope_scaling") and hf["rope_parameters"] != hf["rope_scaling"]:
+    ropes = {where: _read(hf, where, default_base) for where in ("rope_scaling", "rope_parameters") if hf.get(where)}
+    if len(ropes) == 2 and ropes["rope_scaling"] != ropes["rope_parameters"]:
         raise ModelError("config.json: rope_parameters and rope_scaling are both given and differ; keep one")
-    where = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    given = hf.get(where) or {}
-    if not isinstance(given, dict):
-        raise ModelError(f"config.json: {where} must be an object, found {given!r}")
-    base = given.get("rope_theta", hf.get("rope_theta"))
-    base = DEFAULT_BASE if base is None else float(base)
-    kind = given.get("rope_type", given.get("type"))
-    if given.get("partial_rotary_factor") not in (None, 1.0):
+    if ropes:
+        return next(iter(ropes.values()))
+    base = hf.get("rope_theta")
+    return default_base if base is None else float(base), None
+
+
+def rope_to_hf(hf: dict[str, Any], rope: Rope, major: int | None = None, default_base: float = DEFAULT_BASE) -> Any:
+    """`hf` with this rope.
+
+    Args:
+        major: the release of transformers whose spelling is written, 4 or 5; None keeps the source's own.
+    """
+    base, scaling = rope
+    unchanged = rope_from_hf(hf, default_base) == rope
+    own = 4 if ("rope_theta" in hf or "rope_scaling" in hf) and not hf.get("rope_parameters") else 5
+    major = own if major is None else major
+    given_keys = [key for key in _KEYS if key in hf]
+    if unchanged and (not given_keys or (major == own and (own == 4 or given_keys == ["rope_parameters"]))):
+        return hf
+    source = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
+    kept = source if unchanged else _spelled(scaling)
+    kept = {k: v for k, v in kept.items() if k not in (*_KIND, "rope_theta")}
+    kind = next((name for name, cls in ROPE_TYPES.items() if type(scaling) is cls), "default")
+    written = source.get("rope_theta", hf.get("rope_theta"))
+    base = written if written == base else base  # 10000 stays 10000, not 10000.0
+    if major == 4:
+        new = {"rope_theta": base, "rope_scaling": {"rope_type": kind, **kept} if scaling is not None else None}
+    else:
+        new = {"rope_parameters": {"rope_theta": base, "rope_type": kind, **kept}}
+    return {key: value for key, value in hf.items() if key not in _KEYS} | new
+
+
+def _read(hf: dict[str, Any], where: str, default_base: float) -> Rope:
+    given = {key: value for key, value in hf[where].items() if value is not None}
+    if nested := [key for key, value in given.items() if isinstance(value, dict)]:
+        raise ModelError(f"config.json: {where}.{nested[0]}: ropes that differ between layers are not supported")
+    kinds = [given[key] for key in _KIND if key in given]
+    if len(kinds) == 2 and kinds[0] != kinds[1]:
+        raise ModelError(f"config.json: {where}.rope_type={kinds[0]!r} and {where}.type={kinds[1]!r} differ; keep one")
+    kind = kinds[0] if kinds else "default"
+    if given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
             f"config.json: {where}.partial_rotary_factor={given['partial_rotary_factor']} is not supported; "
             "every channel of a head must rotate"
         )
-    if kind in _PLAIN:
-        if extra := sorted(k for k, v in given.items() if k not in _KNOWN and v is not None):
-            raise ModelError(f"config.json: {where}.{extra[0]} without a rope_type that uses it; remove it")
+    bases = {given.get("rope_theta"), hf.get("rope_theta")} - {None}
+    if len(bases) == 2:
+        raise ModelError(f"config.json: {where}.rope_theta and rope_theta are both given and differ; keep one")
+    base = float(bases.pop()) if bases else default_base
+    if kind == "default":
+        _refuse_unknown(given, where, set(), "without a rope_type that uses it")
         return base, None
-    if kind != "llama3":
-        raise ModelError(f"config.json: {where}.rope_type={kind!r} is not supported; only 'default' and 'llama3' are")
-    if missing := [n for n in _LLAMA3_FIELDS if given.get(n) is None]:
-        raise ModelError(f"config.json: {where}.{missing[0]} is missing; rope_type 'llama3' needs it")
-    return base, Llama3Rope(**{n: given[n] for n in _LLAMA3_FIELDS})
+    if kind not in ROPE_TYPES:
+        raise ModelError(
+            f"config.json: {where}.rope_type={kind!r:.80} is not supported; use default, {', '.join(ROPE_TYPES)}"
+        )
+    cls = ROPE_TYPES[kind]
+    known = {f.name: f for f in fields(cls)}
+    _refuse_unknown(given, where, set(known), f"is not a field of rope_type {kind!r}")
+    values = {name: given[name] for name in known if name in given}
+    if "original_max_position_embeddings" in known:
+        _original_length(values, hf, where, kind)
+    required = [n for n, f in known.items() if f.default is MISSING]
+    if missing := [n for n in required if n not in values]:
+        raise ModelError(f"config.json: {where}.{missing[0]} is missing; rope_type {kind!r} needs it")
+    if cls is Llama3Rope and values["high_freq_factor"] <= values["low_freq_factor"]:
+        raise ModelError(f"config.json: {where}.high_freq_factor must be greater than low_freq_factor")
+    return base, cls(**values)
+
+
+def _original_length(values: dict[str, Any], hf: dict[str, Any], where: str, kind: str) -> None:
+    """transformers reads the length before scaling from the top level too, where some families keep it.
+
+    YaRN without one is scaled from `max_position_embeddings`, by transformers 4 as by 5.
+    """
+    name = "original_max_position_embeddings"
+    outer = hf.get(name)
+    if outer is not None and values.get(name, outer) != outer:
+        raise ModelError(f"config.json: {where}.{name} and {name} are both given and differ; keep one")
+    if outer is None and kind == "yarn":
+        outer = hf.get("max_position_embeddings")
+    if outer is not None:
+        values.setdefault(name, outer)
+
+
+def _refuse_unknown(given: dict[str, Any], where: str, known: set[str], why: str) -> None:
+    if extra := sorted(set(given) - known - _COMMON - _WITHOUT_EFFECT):
+        raise ModelError(f"config.json: {where}.{extra[0]} {why}; remove it")
+
+
+def _spelled(scaling: RopeScaling | None) -> dict[str, Any]:
+    """Fields of a scaling, without those at their default."""
+    if scaling is None:
+        return {}
+    values = {f.name: (getattr(scaling, f.name), f.default) for f in fields(scaling)}
+    return {name: value for name, (value, default) in values.items() if value != default}

@@ -14,7 +14,16 @@ LOGITS, LOSS = 1e-4, 1e-4
 # Gradients catch what the loss hides: activations of the wrong micro batch, norms that are not summed over ranks.
 GRADIENT = 1e-4
 
-ON_SEVERAL_RANKS = ["llama", "llama-tied", "llama-mqa", "llama-bias", "qwen3-bias"]
+ON_SEVERAL_RANKS = [
+    "llama",
+    "llama-tied",
+    "llama-mqa",
+    "llama-mlp-bias",
+    "qwen3-bias",
+    "mistral",
+    "qwen2-window",
+    "yarn-rope",
+]
 """Variants that a layout can treat differently."""
 
 
