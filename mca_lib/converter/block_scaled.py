@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mca_lib.converter.plan import TensorInfo
 from mca_lib.errors import ModelError
+from mca_lib.models.families.quantization import block_size
 
 if TYPE_CHECKING:
     import torch
@@ -24,40 +25,6 @@ DTYPE = "bfloat16"
 """Of a dequantized tensor."""
 _WEIGHT, _SCALE = "float8_e4m3fn", "float32"
 _SUFFIX = "_scale_inv"
-
-# What of a quantization_config decides the values of the weights, and what may be there.
-_ACCEPTED = {"quant_method": ("fp8",), "fmt": ("e4m3", None), "scale_fmt": ("float", None)}
-
-
-def unsupported_quantization(hf: Mapping[str, Any]) -> str | None:
-    """Why a config's quantization_config cannot be read, naming its method; None when it can or there is none."""
-    quantization = hf.get("quantization_config")
-    if quantization is None:
-        return None
-    if not isinstance(quantization, dict):
-        return f"quantization_config={quantization!r:.80} is no object"
-    method = quantization.get("quant_method")
-    for key, accepted in _ACCEPTED.items():
-        if quantization.get(key) not in accepted:
-            return (
-                f"quantization_config: {key}={quantization.get(key)!r} (quant_method={method!r}) is not supported; "
-                "only fp8 e4m3 with a scale per block is dequantized; use the unquantized model"
-            )
-    block = quantization.get("weight_block_size")
-    if not (isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
-        return (
-            f"quantization_config: weight_block_size={block!r} (quant_method={method!r}) is not supported; "
-            "it must be two positive sizes such as [128, 128]"
-        )
-    return None
-
-
-def block_size(hf: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of a block; None: the model is not quantized. Raises ModelError for another quantization."""
-    if problem := unsupported_quantization(hf):
-        raise ModelError(f"config.json: {problem}")
-    quantization = hf.get("quantization_config")
-    return None if quantization is None else tuple(quantization["weight_block_size"])
 
 
 def dequantized(tensors: Mapping[str, TensorInfo], hf: Mapping[str, Any]) -> dict[str, TensorInfo]:

@@ -14,6 +14,7 @@ import torch
 from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
 from mca_lib.converter.sample_text import TEXT
 from mca_lib.errors import ModelError
+from mca_lib.models.config import read_hf_config
 from mca_lib.tokenizer import load_tokenizer
 
 MAX_TOKENS = 512
@@ -65,17 +66,19 @@ def check_difference(difference: LogitsDifference, limit: float, what: str) -> N
 
 
 def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor:
-    """transformers' fp32 logits with eager attention, [S, V]."""
+    """transformers' fp32 logits with eager attention, [S, V]; quantized weights as the bf16 that they stand for."""
     from transformers import AutoModelForCausalLM
 
+    quantized = read_hf_config(directory).get("quantization_config") is not None
     model = AutoModelForCausalLM.from_pretrained(
         directory,
-        dtype=torch.float32,
+        dtype=torch.bfloat16 if quantized else torch.float32,
         attn_implementation="eager",
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=has_safetensors(directory),
     ).eval()
+    model.float()
     with torch.no_grad():
         logits_SV = model(torch.tensor([input_ids_S]), use_cache=False).logits[0].float()
     del model
