@@ -83,6 +83,11 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         _check_sizes(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if self.v_head_dim > self.qk_head_dim:  # Megatron pads values to the size of keys in packed rows
+            raise ModelError(
+                f"model config: v_head_dim={self.v_head_dim} is larger than qk_nope_head_dim + qk_rope_head_dim = "
+                f"{self.qk_head_dim}, which is not supported"
+            )
 
     @property
     def qk_head_dim(self) -> int:

@@ -151,7 +151,8 @@ MEGATRON_ANSWERS = (
     Answer("megatron.core.tensor_parallel.mappings._gather_along_first_dim", uneven_gather,
            "gloo gathers equal shares only; experts that are split over ranks gather what the router sent to each",
            "megatron.core.tensor_parallel.mappings", "torch.distributed.all_gather(output_tensor_list",
-           "'uneven_gather' in m('megatron.core.tensor_parallel.mappings')._gather_along_first_dim.__code__.co_qualname"),
+           "'uneven_gather' in"
+           " m('megatron.core.tensor_parallel.mappings')._gather_along_first_dim.__code__.co_qualname"),
     Answer("megatron.core.tensor_parallel.mappings._reduce_scatter_along_first_dim", uneven_reduce_scatter,
            "the counterpart of the row above",
            "megatron.core.tensor_parallel.mappings", "torch.distributed.reduce_scatter(output, input_tensor_list",
