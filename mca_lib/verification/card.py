@@ -161,12 +161,14 @@ def write_card(card: Card, path: Path) -> None:
 def markdown(card: Card) -> str:
     """The card as a document."""
     problems = card.problems()
-    verdict = "**Verified.**" if not problems else "**Not verified:** " + "; ".join(problems)
+    verdict = "**Verified.**" if not problems else "**Not verified:** " + "; ".join(problems) + "."
     limits, own = card.limits, card.own_difference
     lines = [
         f"# {card.model}",
         "",
-        f"{verdict} Model type `{card.model_type}`, {card.parameters:,} parameters. fp32 logits of Megatron-Core",
+        verdict,
+        "",
+        f"Model type `{card.model_type}`, {card.parameters:,} parameters. fp32 logits of Megatron-Core",
         f"against `transformers` (eager attention, fp32) on {card.sample_tokens} tokens; loss tokens are",
         f"{card.loss_tokens}. Limits: max |Δ| ≤ {limits.max_difference:.2g}, mean KL ≤ {limits.kl:.2g}.",
         "Yardstick: `transformers` with SDPA attention differs from itself with eager attention by",

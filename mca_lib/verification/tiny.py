@@ -31,10 +31,76 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 40,
 }
 
+# Channels 0 to 7 of such a head turn 6.4, 3.6, 2.0, ... times in 40 tokens: the blend goes from 4 turns to half a turn.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 40,
+}
+
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
+
+# Rows have 120 tokens: every window cuts most of them.
+WINDOW = {"use_sliding_window": True, "sliding_window": 17}
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 TINY: dict[str, dict[str, Any]] = {
-    "llama": {"head_dim": 16, "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
-    "qwen2": {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 1000.0}},
-    "qwen3": {"head_dim": 12, "attention_bias": True, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE},
+    "llama": {"head_dim": 16, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
+    "mistral": {"head_dim": 12, "sliding_window": 17, "rope_parameters": LINEAR_ROPE},
+    "mixtral": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 17,
+        "rope_parameters": YARN_ROPE,
+    },
+    "qwen2": {**WINDOW, "max_window_layers": 2, "rope_parameters": YARN_ROPE},
+    "qwen2_moe": {
+        **EXPERTS,
+        "num_experts": 4,
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 24,
+        "rope_parameters": YARN_ROPE,
+    },
+    "qwen3": {
+        **WINDOW,
+        "head_dim": 12,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": YARN_ROPE | {"truncate": False, "attention_factor": 0.7},
+    },
+    "qwen3_moe": {
+        **EXPERTS,
+        "head_dim": 12,
+        "attention_bias": True,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "rope_parameters": YARN_ROPE,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    },
 }
 """Model type → differences from `SHAPE`."""
 
@@ -72,12 +138,16 @@ def make_tiny(directory: Path, model_type: str, seed: int = 0) -> Path:
 
 
 def _add_missing(directory: Path) -> None:
-    """Random values for what the family's table has and transformers does not build: multi-token prediction."""
+    """Random values for what the family's table has and transformers does not build: multi-token prediction.
+
+    The copies that a source stores beside it are those of the real ones.
+    """
     import torch
     from safetensors.torch import load_file, save_file
 
     from mca_lib.converter.plan import entries
     from mca_lib.models.config import McaModelConfig
+    from mca_lib.models.registry import family_of
 
     config, path = McaModelConfig.from_pretrained(directory), directory / "model.safetensors"
     tensors = load_file(path)
@@ -88,5 +158,8 @@ def _add_missing(directory: Path) -> None:
         if name not in tensors
     }
     if missing:
-        added = {name: torch.randn(shape) * SHAPE["initializer_range"] for name, shape in missing.items()}
-        save_file(tensors | added, path, metadata={"format": "pt"})
+        torch.manual_seed(1)
+        tensors |= {name: torch.randn(shape) * SHAPE["initializer_range"] for name, shape in missing.items()}
+        copies = family_of(config.model_type).copies_of(config).items()
+        tensors |= {name: tensors[of].clone() for name, of in copies if of in tensors and name not in tensors}
+        save_file(tensors, path, metadata={"format": "pt"})

@@ -29,7 +29,7 @@ from mca_lib.verification.tables import unsupported
 PERTURBATION = 1e-2
 NEW_TOKENS = 32
 TIMEOUT_S = 24 * 3600.0
-NOISE_FACTOR = 8
+NOISE_FACTOR = 4
 """A real model may differ by so many times what transformers' own two kinds of attention differ by."""
 CEILING = Limits(max_difference=1e-2, kl=1e-6)
 """However noisy transformers itself is."""

@@ -1,0 +1,103 @@
+"""The memory that is foretold is the memory that the trainer's engine allocates."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from mca_lib.errors import ConfigError
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.layout import Layout
+from mca_lib.models.memory import StageMemory, Training, chunk_tensors, stage_memory
+from mca_lib.models.pipeline import pipeline_chunks
+from mca_lib.models.registry import config_from_hf
+from mca_lib.models.size import local_parts
+from tests.mca_lib.models import memory_ranks
+from tests.mca_lib.tiny_models import VARIANTS, hf_config
+
+ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "one rank": ("llama-tied", 1, {}),
+    "two replicas": ("qwen3-bias", 2, {}),
+    "TP2, two replicas": ("llama-bias", 4, {"tensor": 2}),
+    "PP2 with a tied output layer": ("llama-tied", 2, {"pipeline": 2}),
+    "PP2 with two chunks": ("qwen2", 2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "CP2 shares the optimizer": ("llama", 2, {"context": 2}),
+    "experts over two ranks": ("mixtral", 2, {"expert": 2}),
+    "experts whole, the rest halved": (
+        "qwen2-moe",
+        2,
+        {"tensor": 2, "expert_tensor": 1, "sequence_parallel": True},
+    ),
+    "latent attention, expert biases, multi-token prediction": ("deepseek", 2, {"expert": 2}),
+}
+
+
+@pytest.mark.parametrize("training", ["bf16 distributed", "bf16", "fp32 distributed", "fp32"])
+@pytest.mark.parametrize("case", ON_RANKS)
+def test_bytes_are_those_that_the_engine_allocates(ranks: Any, case: str, training: str) -> None:
+    variant, world_size, sizes = ON_RANKS[case]
+    precision, distributed = training.split()[0], "distributed" in training
+    config = config_from_hf(hf_config(variant).to_dict())
+    layout = Layout(**sizes)
+    foretold = stage_memory(config, layout, Training(precision, distributed), world_size)
+    found = ranks(world_size, memory_ranks.allocated, variant, sizes, precision, distributed)
+    for report in found:
+        stage = foretold[report["stage"]]
+        assert (report["weights"], report["gradients"]) == (stage.weights, stage.gradients), case
+    for stage in foretold:
+        # Replicas share the optimizer state; each has its part, together they have all of it.
+        held = [report["optimizer"] for report in found if report["stage"] == stage.stage]
+        assert sum(held) == pytest.approx(stage.optimizer * len(held), abs=2 * len(held)), case
+
+
+def test_tensors_add_up_to_the_parameters_of_each_part() -> None:
+    for variant in VARIANTS:
+        config = config_from_hf(hf_config(variant).to_dict())
+        layout = Layout(pipeline=2)
+        for stage, chunks in enumerate(pipeline_chunks(config.num_layers, config.mtp_num_layers, layout)):
+            tensors = [t for chunk in chunks for t in chunk_tensors(config, layout, chunk)]
+            assert sum(t.elements * t.count for t in tensors) == sum(local_parts(config, layout, stage).values()), (
+                variant
+            )
+
+
+@pytest.fixture
+def config() -> McaModelConfig:
+    return config_from_hf(hf_config("llama").to_dict())
+
+
+def one_stage(config: McaModelConfig, layout: Layout = Layout(), ranks: int = 1, **training: Any) -> StageMemory:  # noqa: B008
+    return stage_memory(config, layout, Training(**training), ranks)[0]
+
+
+def test_activations_of_a_layer_are_the_papers_terms_for_this_architecture(config: McaModelConfig) -> None:
+    """Korthikanti et al. 2022, section 4.1, without dropout and scores: norms and their outputs 8sbh, queries and
+    attention output 4sbq, keys and values 4sbk, SwiGLU 6sbf, statistics of the softmax 4sba."""
+    one = replace(config, num_layers=1)
+    two = replace(config, num_layers=2)
+    tokens = 16
+    layer = 8 * 32 + 4 * config.query_size + 4 * config.kv_size + 6 * 48 + 4 * 4
+    difference = one_stage(two, sequence_length=tokens).activations - one_stage(one, sequence_length=tokens).activations
+    assert difference == tokens * layer
+
+
+def test_activations_shrink_with_what_shares_them(config: McaModelConfig) -> None:
+    whole = one_stage(config).activations
+    assert one_stage(config, recompute="selective").activations < whole
+    assert one_stage(config, recompute="full").activations < one_stage(config, recompute="selective").activations
+    assert one_stage(config, Layout(context=2), 2).activations == whole / 2
+    plain = one_stage(config, Layout(tensor=2), 2).activations
+    sequence = one_stage(config, Layout(tensor=2, sequence_parallel=True), 2).activations
+    assert whole / 2 <= sequence < plain < whole
+    assert one_stage(config, micro_batch_size=2).activations == 2 * whole
+
+
+def test_the_first_stage_of_a_pipeline_holds_as_many_micro_batches_as_there_are_stages(config: McaModelConfig) -> None:
+    middle = [s.activations for s in stage_memory(config, Layout(pipeline=4), Training(), 4)]
+    layer = middle[0] / 4
+    assert middle[:3] == [4 * layer, 3 * layer, 2 * layer]
+
+
+def test_ranks_that_do_not_fit_are_refused(config: McaModelConfig) -> None:
+    with pytest.raises(ConfigError, match="3 ranks cannot be split"):
+        one_stage(config, Layout(tensor=2), 3)
