@@ -91,7 +91,7 @@ REFUSED = {
     "a kind of attention": ("qwen3", {"layer_types": ["chunked_attention"] * 6}, "not 'chunked_attention'"),
     "layers that are not there": (
         "qwen3",
-        {"layer_types": _MIXED},
+        {"layer_types": _MIXED[:5]},
         "layer_types has 5 entries, num_hidden_layers is 6",
     ),
     "no tokens": ("mistral", {"sliding_window": 0}, "sliding_window=0"),
@@ -162,7 +162,9 @@ def core_attention(window: int) -> Any:
     from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
 
     initialize_model_parallel(DistributingParallelArguments())
-    config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1, window_size=(window - 1, 0))
+    config = TransformerConfig(
+        num_layers=1, hidden_size=4, num_attention_heads=1, window_size=(window - 1, 0), attention_dropout=0.0
+    )
     return SDPACoreAttention(config, 1, AttnMaskType.causal, "self")
 
 
