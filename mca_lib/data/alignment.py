@@ -7,12 +7,17 @@ refused with a reason here:
     empty text · empty prompt · empty output · history is not a list of pairs ·
     column is not a list of turns · empty conversation · turn is not an object · bad role · bad role order ·
     odd number of turns
+
+and of rows with two answers
+
+    column is not a turn · empty chosen answer · empty rejected answer · even number of turns ·
+    chosen and rejected are equal
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from mca_lib.data.formats import RowFormat
+from mca_lib.data.formats import RANKING_COLUMNS, RowFormat
 from mca_lib.data.suggest import suggestion
 
 
@@ -32,6 +37,8 @@ class Sample(NamedTuple):
     split: str = "train"
     where: str = ""
     """Place in the data files, as `file:line`."""
+    rejected: Message | None = None
+    """A worse answer in place of the last message, in rows with two answers."""
 
 
 class UnusableRow(Exception):
@@ -46,7 +53,8 @@ def parse_row(value: Any, row_format: RowFormat) -> Sample:
     if not isinstance(value, dict):
         raise UnusableRow("not an object", f": {_kind(value)}")
     sample = _PARSERS[row_format.layout](value, row_format)
-    for text in (sample.system, sample.tools, *(message.content for message in sample.messages)):
+    messages = (*sample.messages, sample.rejected) if sample.rejected else sample.messages
+    for text in (sample.system, sample.tools, *(message.content for message in messages)):
         _check_encodable(text)
     return sample
 
@@ -61,14 +69,27 @@ def _parse_text(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
 def _parse_alpaca(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
     prompt = _required(row, fmt.columns["prompt"])
     query = _optional(row, fmt.columns["query"])
-    response = _required(row, fmt.columns["response"])
     question = "\n".join(part for part in (prompt, query) if part)
     if not question:
         raise UnusableRow("empty prompt")
+    talk = [*_history(row, fmt.columns["history"]), Message("user", question)]
+    if fmt.ranking:
+        chosen, rejected = (Message("assistant", _required(row, fmt.columns[key])) for key in RANKING_COLUMNS)
+        return _pair(talk, chosen, rejected, *_system_and_tools(row, fmt))
+    response = _required(row, fmt.columns["response"])
     if not response:
         raise UnusableRow("empty output")
-    messages = [*_history(row, fmt.columns["history"]), Message("user", question), Message("assistant", response)]
-    return Sample(tuple(messages), *_system_and_tools(row, fmt))
+    return Sample((*talk, Message("assistant", response)), *_system_and_tools(row, fmt))
+
+
+def _pair(talk: Sequence[Message], chosen: Message, rejected: Message, system: str, tools: str) -> Sample:
+    """A conversation up to its last question, and two answers to it."""
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer.content:
+            raise UnusableRow(f"empty {name} answer")
+    if chosen == rejected:
+        raise UnusableRow("chosen and rejected are equal")
+    return Sample((*talk, chosen), system, tools, rejected=rejected)
 
 
 def _history(row: Mapping[str, Any], column: str | None) -> Iterator[Message]:
@@ -93,7 +114,7 @@ def _parse_sharegpt(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
     system, tools = _system_and_tools(row, fmt)
     roles = {tags["user_tag"]: "user", tags["observation_tag"]: "observation"}
     roles |= {tags["assistant_tag"]: "assistant", tags["function_tag"]: "function", tags["system_tag"]: "system"}
-    messages = [_turn(turn, number, tags, roles) for number, turn in enumerate(turns, start=1)]
+    messages = [_turn(turn, f"turn {number}", tags, roles) for number, turn in enumerate(turns, start=1)]
     if messages and messages[0].role == "system":
         system, messages = messages[0].content, messages[1:]
     if not messages:
@@ -102,6 +123,11 @@ def _parse_sharegpt(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
         # Questions (user, observation) and answers (assistant, function) take turns, a question first.
         if message.role not in (("assistant", "function") if index % 2 else ("user", "observation")):
             raise UnusableRow("bad role order", f": {message.role} as turn {index + 1}")
+    if fmt.ranking:
+        if len(messages) % 2 == 0:
+            raise UnusableRow("even number of turns", ": the last one must be a question, answered by both answers")
+        chosen, rejected = (_answer(row, fmt.columns[key], tags, roles) for key in RANKING_COLUMNS)
+        return _pair(messages, chosen, rejected, system, tools)
     if len(messages) % 2:
         raise UnusableRow("odd number of turns", ": the last question has no answer")
     if not messages[-1].content:
@@ -109,16 +135,27 @@ def _parse_sharegpt(row: Mapping[str, Any], fmt: RowFormat) -> Sample:
     return Sample(tuple(messages), system, tools)
 
 
-def _turn(turn: Any, number: int, tags: Mapping[str, str], roles: Mapping[str, str]) -> Message:
+def _answer(row: Mapping[str, Any], column: str | None, tags: Mapping[str, str], roles: Mapping[str, str]) -> Message:
+    """One of two answers, a turn in a column of its own."""
+    turn = _column(row, column)
     if not isinstance(turn, dict):
-        raise UnusableRow("turn is not an object", f": turn {number}")
+        raise UnusableRow(f"column {column!r} is not a turn", f": {_kind(turn)}")
+    answer = _turn(turn, f"column {column!r}", tags, roles)
+    if answer.role not in ("assistant", "function"):
+        raise UnusableRow("bad role order", f": {answer.role} in column {column!r}")
+    return answer
+
+
+def _turn(turn: Any, place: str, tags: Mapping[str, str], roles: Mapping[str, str]) -> Message:
+    if not isinstance(turn, dict):
+        raise UnusableRow("turn is not an object", f": {place}")
     role, content = (_column(turn, tags[tag]) for tag in ("role_tag", "content_tag"))
     if not isinstance(role, str) or role not in roles:
         known = list(roles)
         hint = suggestion(role, known) if isinstance(role, str) else ""
-        raise UnusableRow("bad role", f" {role!r:.40} in turn {number}{hint}")
+        raise UnusableRow("bad role", f" {role!r:.40} in {place}{hint}")
     if not isinstance(content, str):
-        raise _not_a_string(tags["content_tag"], content, f" in turn {number}")
+        raise _not_a_string(tags["content_tag"], content, f" in {place}")
     return Message(roles[role], content)
 
 

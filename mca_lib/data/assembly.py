@@ -12,7 +12,7 @@ from mca_lib.data.token_store import TokenStore, TokenStoreWriter
 
 
 class Document(NamedTuple):
-    """A part of a sample: all of it, but for long plain text."""
+    """A part of a sample: all of it, but for long plain text and for pairs of answers."""
 
     sample: int
     start: int
@@ -28,18 +28,29 @@ def write_split(
 ) -> TokenStore:
     """Write the given samples (int64 [n], at least one) as one split and open it.
 
-    Their order is drawn with `seed`; so is the order of the packs.
+    Their order is drawn with `seed`; so is the order of the packs. The two documents of a pair stand side by side in
+    one row, the chosen one first. A row then holds up to 2 · `cutoff_len` tokens, since each document may have
+    `cutoff_len`.
     """
     order = samples[permutation(len(samples), seed, "documents")].tolist()
-    documents = [block for sample in order for block in blocks(sample, int(spill.lengths[sample]), cutoff_len)]
-    rows = [[index] for index in range(len(documents))]
+    units = [unit for sample in order for unit in _units(spill, sample, cutoff_len)]
+    rows = [[index] for index in range(len(units))]
     if packing:
-        rows = pack_documents(np.array([d.length for d in documents], dtype=np.int64), cutoff_len)
+        capacity = cutoff_len * max(len(unit) for unit in units)
+        rows = pack_documents(np.array([sum(d.length for d in unit) for unit in units], dtype=np.int64), capacity)
         rows = [rows[index] for index in permutation(len(rows), seed, "packs")]
     with TokenStoreWriter(path) as writer:
         for row in rows:
-            writer.add_row([spill.piece(*documents[index]) for index in row])
+            writer.add_row([spill.piece(*document) for index in row for document in units[index]])
     return TokenStore.open(path)
+
+
+def _units(spill: Spill, sample: int, cutoff_len: int) -> list[list[Document]]:
+    """What of a sample has to stay in one row: each block of a text by itself, the two documents of a pair together."""
+    length, first = int(spill.lengths[sample]), int(spill.first[sample])
+    if first < length:
+        return [[Document(sample, 0, first), Document(sample, first, length)]]
+    return [[block] for block in blocks(sample, length, cutoff_len)]
 
 
 def blocks(sample: int, length: int, cutoff_len: int) -> list[Document]:

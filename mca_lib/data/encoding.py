@@ -2,9 +2,12 @@
 
     sft    the conversation as the template renders it; loss on the answers
     pt     [bos] text eos; loss everywhere; the store later cuts it into blocks
+    dpo    the conversation twice, with the chosen and with the rejected answer; loss on that answer
 
 An over-long conversation keeps its first `cutoff_len` tokens: a prefix of a correct rendering, in which every label
-still has its true context. One that loses all its labels by that is dropped and counted, as is one without any.
+still has its true context. One that loses all its labels by that is dropped and counted, as is one without any. So is
+a pair of which one answer loses all its labels, or whose answers differ only in what is cut off. The two of a pair are
+cut each by itself, and as both begin with the prompt, both keep the same part of it.
 """
 
 import ctypes
@@ -33,12 +36,16 @@ PR_SET_PDEATHSIG = 1
 
 NO_LOSS = "no tokens with loss"
 CUT_OFF = "all tokens with loss lie beyond cutoff_len"
+EQUAL_ANSWERS = "chosen and rejected are equal up to cutoff_len"
+
+type Encoded = tuple[list[int], list[bool]]
+"""(ids, loss mask) of one document."""
 
 
 class Encoder(Protocol):
-    """One sample to (ids, loss mask), untruncated. Raises UnusableRow."""
+    """One sample to its documents, untruncated: one, or of a pair the chosen and the rejected. Raises UnusableRow."""
 
-    def encode(self, sample: Sample) -> tuple[list[int], list[bool]]: ...
+    def encode(self, sample: Sample) -> list[Encoded]: ...
 
 
 class TextEncoder:
@@ -53,9 +60,9 @@ class TextEncoder:
         starts_with_bos = tokenizer.bos_token_id is not None and tokenizer.bos_token_id in tokenizer.encode("a")[:1]
         self._prefix = [tokenizer.bos_token_id] if starts_with_bos else []
 
-    def encode(self, sample: Sample) -> tuple[list[int], list[bool]]:
+    def encode(self, sample: Sample) -> list[Encoded]:
         ids = self._prefix + self._guard.encode_plain(sample.messages[0].content) + self.stop_token_ids
-        return ids, [True] * len(ids)
+        return [(ids, [True] * len(ids))]
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,9 @@ class EncodedChunk:
     mask_T: np.ndarray
     """bool [T]."""
     lengths_N: np.ndarray
-    """int64 [N]: one per sample that is kept."""
+    """int64 [N]: tokens of each sample that is kept, of a pair of both documents."""
+    first_N: np.ndarray
+    """int64 [N]: tokens of the sample's first document, which is all of it but in a pair."""
     held_out_N: np.ndarray
     """bool [N]: the sample is of the eval files."""
     contents: list[bytes]
@@ -112,6 +121,7 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
     tokens: list[int] = []
     mask: list[bool] = []
     lengths: list[int] = []
+    first: list[int] = []
     held_out: list[bool] = []
     contents: list[bytes] = []
     dropped: list[tuple[str, str]] = []
@@ -119,26 +129,29 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
     truncated = 0
     for sample in samples:
         try:
-            ids, loss = encoder.encode(sample)
+            whole = encoder.encode(sample)
         except UnusableRow as problem:
             bad.append((problem.reason, problem.detail, sample.where))
             continue
-        _refuse_foreign_ids(ids, limits.vocab_size, sample.where)
-        kept_ids, kept_loss = ids[: limits.cutoff_len], loss[: limits.cutoff_len]
-        # The first token has no predecessor that could predict it.
-        if not any(kept_loss[1:]):
-            dropped.append((CUT_OFF if any(loss[1:]) else NO_LOSS, sample.where))
+        for ids, _ in whole:
+            _refuse_foreign_ids(ids, limits.vocab_size, sample.where)
+        kept = [(ids[: limits.cutoff_len], loss[: limits.cutoff_len]) for ids, loss in whole]
+        if reason := _why_dropped(whole, kept):
+            dropped.append((reason, sample.where))
             continue
-        truncated += len(kept_ids) < len(ids)
-        tokens += kept_ids
-        mask += kept_loss
-        lengths.append(len(kept_ids))
+        truncated += any(len(ids) < len(all_ids) for (ids, _), (all_ids, _) in zip(kept, whole, strict=True))
+        for ids, loss in kept:
+            tokens += ids
+            mask += loss
+        lengths.append(sum(len(ids) for ids, _ in kept))
+        first.append(len(kept[0][0]))
         held_out.append(sample.split == "eval")
         contents.append(_content_digest(sample))
     return EncodedChunk(
         np.array(tokens, dtype=np.int32),
         np.array(mask, dtype=bool),
         np.array(lengths, dtype=np.int64),
+        np.array(first, dtype=np.int64),
         np.array(held_out, dtype=bool),
         contents,
         truncated,
@@ -147,8 +160,18 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
     )
 
 
+def _why_dropped(whole: Sequence[Encoded], kept: Sequence[Encoded]) -> str:
+    """Why a sample of these documents, before and after truncation, is not kept; "" when it is."""
+    for (_, all_loss), (_, loss) in zip(whole, kept, strict=True):
+        # The first token has no predecessor that could predict it.
+        if not any(loss[1:]):
+            return CUT_OFF if any(all_loss[1:]) else NO_LOSS
+    return EQUAL_ANSWERS if len(kept) == 2 and kept[0] == kept[1] else ""
+
+
 def _content_digest(sample: Sample) -> bytes:
-    text = json.dumps([sample.messages, sample.system, sample.tools])
+    answers = [sample.rejected] if sample.rejected else []
+    text = json.dumps([sample.messages, sample.system, sample.tools, *answers])
     return blake3(text.encode("ascii")).digest(length=DIGEST_BYTES)
 
 

@@ -5,6 +5,12 @@
     sharegpt   {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], ["system", ...]}
     text       {"text": "..."}                                                    plain text, for pretraining
 
+Rows for preference optimization (`ranking: true`) hold two answers to the same conversation:
+
+    alpaca     {"instruction": "...", "input": "...", "chosen": "...", "rejected": "..."}
+    sharegpt   {"conversations": [..., {"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."},
+                "rejected": {"from": "gpt", "value": "..."}}
+
 `columns` renames the fields of a row, `tags` the keys and roles of a conversation. Where LLaMA-Factory ignores an
 unknown key of `dataset_info.json` or drops what it cannot use, this module refuses it by name. A column that is not
 named keeps its default if the layout cannot do without it, and is unset otherwise.
@@ -36,6 +42,8 @@ COLUMNS: dict[str, dict[str, str | None]] = {
     "sharegpt": {"messages": "conversations", "system": None, "tools": None},
     "text": {"prompt": "text"},
 }
+# In place of the answer, where rows hold two.
+RANKING_COLUMNS: dict[str, str | None] = {"chosen": "chosen", "rejected": "rejected"}
 # Used only while no column is named at all, as LLaMA-Factory does; a row may then lack it.
 ALPACA_DEFAULT_QUERY = "input"
 
@@ -66,9 +74,7 @@ UNSUPPORTED_COLUMNS = {
     "images": "media are not supported",
     "videos": "media are not supported",
     "audios": "media are not supported",
-    "kto_tag": "KTO is not supported",
-    "chosen": "preference rows are not supported yet",
-    "rejected": "preference rows are not supported yet",
+    "kto_tag": "KTO is not supported; pair each answer with another one to the same prompt, as chosen and rejected",
 }
 
 
@@ -95,6 +101,8 @@ class RowFormat:
     named: frozenset[str]
     """Columns that the user named: such a column must occur in at least one row."""
     tags: Mapping[str, str]
+    ranking: bool = False
+    """Rows hold a chosen and a rejected answer."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +124,6 @@ def resolve_sources(config: SourceConfig, objective: str) -> list[Source]:
         ConfigError: contradictory or unknown fields or keys, or a layout that the objective cannot use.
         DataError: a file that does not exist or is of an unknown kind, or an unreadable dataset_info.json.
     """
-    if objective == "dpo":
-        raise ConfigError("training.stage: dpo is not supported yet by the dataset stage; use sft or pt")
     if bool(config.files) == bool(config.names):
         raise ConfigError("dataset.files: name data files there, or else entries of dataset_info.json in dataset.names")
     if config.files:
@@ -216,17 +222,27 @@ def build_format(
         )
     if layout not in COLUMNS:
         raise ConfigError(f"{at}: unknown formatting {layout!r}{suggestion(layout, COLUMNS)}")
-    if ranking:
-        raise ConfigError(f"{at}: ranking is not supported yet; preference rows are for training.stage dpo")
+    if not isinstance(ranking, bool):
+        raise ConfigError(f"{at}: ranking must be true or false")
+    if ranking and objective != "dpo":
+        raise ConfigError(f"{at}: ranking: true holds pairs of answers, which training.stage {objective} cannot use")
+    if objective == "dpo" and not ranking:
+        raise ConfigError(
+            f"{at}: training.stage dpo needs pairs of answers; set ranking: true, or use training.stage sft"
+        )
     if (objective == "pt") != (layout == "text"):
         remedy = "set formatting: text" if objective == "pt" else "set formatting: alpaca or sharegpt"
         raise ConfigError(f"{at}: formatting {layout} does not go with training.stage {objective}; {remedy}")
     if layout == "text" and "text" in columns:
         columns = {("prompt" if key == "text" else key): name for key, name in columns.items()}
-    known = COLUMNS[layout]
+    known = _columns(layout, ranking)
     for key, name in columns.items():
         if key in UNSUPPORTED_COLUMNS:
             raise ConfigError(f"{at}: columns.{key} is not supported: {UNSUPPORTED_COLUMNS[key]}")
+        if key in RANKING_COLUMNS and not ranking:
+            raise ConfigError(f"{at}: columns.{key} is for rows with ranking: true, which training.stage dpo needs")
+        if key == "response" and ranking:
+            raise ConfigError(f"{at}: columns.response is not for rows with ranking: true; name chosen and rejected")
         if key not in known:
             raise ConfigError(f"{at}: columns has no key {key!r} for formatting {layout}{suggestion(key, known)}")
         if not isinstance(name, str) or not name:
@@ -239,7 +255,13 @@ def build_format(
     defaults = dict(known)
     if layout == "alpaca" and not columns:
         defaults["query"] = ALPACA_DEFAULT_QUERY
-    return RowFormat(layout, {**defaults, **columns}, frozenset(columns), {**TAGS, **tags})
+    return RowFormat(layout, {**defaults, **columns}, frozenset(columns), {**TAGS, **tags}, ranking)
+
+
+def _columns(layout: str, ranking: bool) -> Mapping[str, str | None]:
+    if not ranking:
+        return COLUMNS[layout]
+    return {key: name for key, name in COLUMNS[layout].items() if key != "response"} | RANKING_COLUMNS
 
 
 def _existing(files: Sequence[str], field: str) -> list[Path]:

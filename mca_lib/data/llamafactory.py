@@ -6,7 +6,7 @@ holds signatures and token sequences. Truncation, packing, splitting and caching
 
 import copy
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +17,12 @@ os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
 os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "ERROR")
 
 from llamafactory.data.mm_plugin import get_mm_plugin
-from llamafactory.data.processor import SupervisedDatasetProcessor
+from llamafactory.data.processor import PairwiseDatasetProcessor, SupervisedDatasetProcessor
 from llamafactory.data.template import TEMPLATES, Template, get_template_and_fix_tokenizer
 
-from mca_lib.data.alignment import Sample, UnusableRow
+from mca_lib.data.alignment import Message, Sample, UnusableRow
 from mca_lib.data.control_tokens import GuardedTokenizer
+from mca_lib.data.encoding import Encoded
 from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError
 
@@ -43,6 +44,8 @@ class ChatOptions:
 class ChatEncoder:
     """Conversations to tokens and loss mask."""
 
+    processor_class: type = SupervisedDatasetProcessor
+
     def __init__(self, tokenizer: Any, options: ChatOptions) -> None:
         """Take the template; `tokenizer` may get another eos token by it.
 
@@ -58,15 +61,15 @@ class ChatEncoder:
         self.stop_token_ids: list[int] = sorted(template.get_stop_token_ids(tokenizer))
         self._guard = GuardedTokenizer(tokenizer, spared=_words(template))
         masks = {"train_on_prompt": options.train_on_prompt, "mask_history": options.mask_history}
-        self._processor = SupervisedDatasetProcessor(
+        self._processor = self.processor_class(
             template=template,
             tokenizer=self._guard,
             processor=None,
             data_args=SimpleNamespace(cutoff_len=_NO_TRUNCATION, **masks),
         )
 
-    def encode(self, sample: Sample) -> tuple[list[int], list[bool]]:
-        """(ids, loss mask) of a whole conversation.
+    def encode(self, sample: Sample) -> list[Encoded]:
+        """One document: the whole conversation.
 
         A few templates (`efficient_eos`) want the end-of-text token predicted where a question begins, which no next
         token expresses; that label is left out, except at the very end, where the token is really there.
@@ -75,18 +78,45 @@ class ChatEncoder:
             UnusableRow: a tool call or tool description that the template's tool format does not understand, or a
                 control token that cannot be kept out of the text.
         """
-        messages = [{"role": m.role, "content": self._guard.mark(m.content)} for m in sample.messages]
+        *prompt, answer = sample.messages
+        return [_document(*self._process(sample, prompt, [answer]))]
+
+    def _process(self, sample: Sample, prompt: Sequence[Message], answers: Sequence[Message]) -> tuple[list[int], ...]:
+        """What LLaMA-Factory makes of a row: ids, labels, and with two answers ids and labels of the second."""
+        messages, responses = (
+            [{"role": m.role, "content": self._guard.mark(m.content)} for m in part] for part in (prompt, answers)
+        )
         system, tools = self._guard.mark(sample.system), self._guard.mark(sample.tools)
         try:
-            ids, labels = self._processor._encode_data_example(
-                messages[:-1], messages[-1:], system, tools, images=[], videos=[], audios=[]
+            return self._processor._encode_data_example(
+                messages, responses, system, tools, images=[], videos=[], audios=[]
             )
         except (RuntimeError, ValueError, LookupError, TypeError, AttributeError):
-            if not (sample.tools or any(m.role == "function" for m in sample.messages)):
+            if not (sample.tools or any(m.role == "function" for m in (*prompt, *answers))):
                 raise
             # What it was given is user data: not to be quoted.
             raise UnusableRow("tools or tool call not understood") from None
-        return ids, [label == token for token, label in zip(ids, labels, strict=True)]
+
+
+class PairEncoder(ChatEncoder):
+    """Two answers to one conversation, each to tokens and loss mask; loss on that answer and its end, never before.
+
+    The prompt is tokenized once for both, so both sides begin with the same tokens. A control token within the text
+    and the options are dealt with as in a conversation with one answer.
+    """
+
+    processor_class = PairwiseDatasetProcessor
+
+    def encode(self, sample: Sample) -> list[Encoded]:
+        """Two documents: the conversation with the chosen, and with the rejected answer. Raises UnusableRow."""
+        assert sample.rejected is not None, "a row without a rejected answer"
+        *prompt, chosen = sample.messages
+        ids, labels, rejected_ids, rejected_labels = self._process(sample, prompt, [chosen, sample.rejected])
+        return [_document(ids, labels), _document(rejected_ids, rejected_labels)]
+
+
+def _document(ids: list[int], labels: list[int]) -> Encoded:
+    return ids, [label == token for token, label in zip(ids, labels, strict=True)]
 
 
 def _read_template(tokenizer: Any, options: ChatOptions) -> Template:

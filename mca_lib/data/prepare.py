@@ -24,7 +24,7 @@ import numpy as np
 
 from mca_lib.data.alignment import Sample
 from mca_lib.data.assembly import write_split
-from mca_lib.data.encoding import CUT_OFF, EncodedChunk, EncodingLimits, TextEncoder, encode_samples
+from mca_lib.data.encoding import CUT_OFF, EQUAL_ANSWERS, EncodedChunk, EncodingLimits, TextEncoder, encode_samples
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.preview import render_preview
 from mca_lib.data.rows import MAX_NAMED_ROWS, Summary, read_samples, too_many_bad_rows, validate_sources
@@ -92,9 +92,14 @@ def dataset(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     meta = _meta(job, tokenizer, encoder.stop_token_ids)
     _write_json(output / "meta.json", meta)
     _write_json(output / "stats.json", stats)
-    preview = render_preview(stats, stores["train"], lambda ids: tokenizer.decode(ids, skip_special_tokens=False))
+    preview = render_preview(
+        stats,
+        stores["train"],
+        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
+        pairs=job.objective == "dpo",
+    )
     (output / "preview.md").write_text(preview, encoding="utf-8")
-    parts = {name: split_digest(store) for name, store in stores.items()}
+    parts = {name: split_digest(store, pairs=job.objective == "dpo") for name, store in stores.items()}
     return {"digest": dataset_digest(parts), "parts": parts, "stats": stats}
 
 
@@ -109,9 +114,10 @@ def _build_encoder(job: DatasetSpec, tokenizer: Any) -> Any:
     if job.objective == "pt":
         return TextEncoder(tokenizer)
     # Here, because it imports LLaMA-Factory, which takes seconds and is not needed for plain text.
-    from mca_lib.data.llamafactory import ChatEncoder, ChatOptions
+    from mca_lib.data.llamafactory import ChatEncoder, ChatOptions, PairEncoder
 
-    return ChatEncoder(
+    encoder = PairEncoder if job.objective == "dpo" else ChatEncoder
+    return encoder(
         tokenizer,
         ChatOptions(
             template=str(job.template),
@@ -130,7 +136,7 @@ def _encode(job: DatasetSpec, summary: Summary, encoder: Any, spill: Spill, prog
         drawn = min(drawn, job.max_rows)
     total = drawn + summary.kept["eval"]
     outcome = Outcome(not_drawn=summary.kept["train"] - drawn)
-    limits = EncodingLimits(job.cutoff_len if job.objective == "sft" else None, job.vocab_size)
+    limits = EncodingLimits(None if job.objective == "pt" else job.cutoff_len, job.vocab_size)
     started, done = time.monotonic(), 0
     progress(0, total)
     for chunk in encode_samples(_drawn_samples(job, summary, drawn), encoder, limits, job.num_workers):
@@ -160,9 +166,11 @@ def _refuse_losses(job: DatasetSpec, summary: Summary, outcome: Outcome, total: 
     # By themselves too: rows that `max_rows` did not draw are not encoded and would dilute the share.
     if outcome.bad.total() > allowed * total:
         raise too_many_bad_rows(outcome.bad, total, allowed, outcome.named_bad)
-    if outcome.dropped[CUT_OFF] > MAX_CUT_OFF_FRACTION * total:
+    cut_off = outcome.dropped[CUT_OFF] + outcome.dropped[EQUAL_ANSWERS]
+    if cut_off > MAX_CUT_OFF_FRACTION * total:
+        what = "what tells the answers apart" if job.objective == "dpo" else "every token with loss"
         raise DataError(
-            f"dataset.cutoff_len: {job.cutoff_len} cuts off every token with loss of {outcome.dropped[CUT_OFF]} of "
+            f"dataset.cutoff_len: {job.cutoff_len} cuts off {what} of {cut_off} of "
             f"{total} rows; use a larger one; first: {outcome.named[0]}"
         )
 
@@ -215,7 +223,10 @@ def _statistics(job: DatasetSpec, summary: Summary, outcome: Outcome, stores: di
             "kept": sum(summary.kept.values()) - outcome.not_drawn - outcome.bad.total() - sum(dropped.values()),
         },
         "named_rows": [*summary.named, *outcome.named_bad, *outcome.named][:MAX_NAMED_ROWS],
-        "splits": {name: split_statistics(store, job.cutoff_len) for name, store in stores.items()},
+        "splits": {
+            name: split_statistics(store, job.cutoff_len, pairs=job.objective == "dpo")
+            for name, store in stores.items()
+        },
         "cutoff_len": job.cutoff_len,
         "vocab_size": job.vocab_size,
     }

@@ -9,24 +9,31 @@ import numpy as np
 from mca_lib.data.token_store import TokenStore
 
 DOCUMENTS = 5
+PAIRS = 3
 MAX_TOKENS = 1500
 """Of one document; the rest is left out, and said so."""
+LEARNED = {False: "predict", True: "prefer, of the two answers of each pair, the chosen one:"}
 OPEN, CLOSE = "⟦", "⟧"
 
 type Decode = Callable[[Sequence[int]], str]
 
 
-def render_preview(stats: Mapping[str, Any], store: TokenStore, decode: Decode) -> str:
-    """The page, in Markdown. `decode` turns token ids into text, control tokens included."""
+def render_preview(stats: Mapping[str, Any], store: TokenStore, decode: Decode, *, pairs: bool = False) -> str:
+    """The page, in Markdown. `decode` turns token ids into text, control tokens included.
+
+    Of pairs the documents are the chosen and the rejected in turns.
+    """
+    shown = min(2 * PAIRS if pairs else DOCUMENTS, store.num_documents)
     parts = ["# Data set", _splits_table(stats["splits"]), _rows_table(stats["rows"]), _bad_rows(stats["named_rows"])]
     parts += [
         "## Documents",
-        f"The first {min(DOCUMENTS, store.num_documents)} of the training split. The model learns to predict what "
-        f"stands between {OPEN} and {CLOSE}; the rest is context.",
+        f"The first {shown} of the training split. The model learns to {LEARNED[pairs]} what stands between {OPEN} and "
+        f"{CLOSE}; the rest is context.",
     ]
-    for index in range(min(DOCUMENTS, store.num_documents)):
+    for index in range(shown):
         tokens, mask = store.document(index)
-        parts.append(f"### Document {index + 1}: {len(tokens)} tokens, {int(mask.sum())} with loss")
+        name = f"Pair {index // 2 + 1}, {('chosen', 'rejected')[index % 2]}" if pairs else f"Document {index + 1}"
+        parts.append(f"### {name}: {len(tokens)} tokens, {int(mask.sum())} with loss")
         parts.append(_fenced(render_document(tokens[:MAX_TOKENS], mask[:MAX_TOKENS], decode)))
         if len(tokens) > MAX_TOKENS:
             parts.append(f"… {len(tokens) - MAX_TOKENS} more tokens")

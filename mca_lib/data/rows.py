@@ -49,6 +49,7 @@ class ValidatedConfig(SourceConfig, Protocol):
     """The fields of the dataset section that decide whether its data is acceptable."""
 
     template: str | None
+    train_on_prompt: bool
     max_bad_fraction: float
 
 
@@ -64,10 +65,14 @@ def validate_sources(config: ValidatedConfig, objective: str) -> Summary:
         DataError: a file that is missing, empty or unreadable, or more bad rows than `max_bad_fraction` allows.
     """
     sources = resolve_sources(config, objective)
-    if objective == "sft":
+    if objective in ("sft", "dpo"):
         if config.template is None:
-            raise ConfigError("dataset.template: required for training.stage sft; the chat template's name, e.g. qwen")
+            raise ConfigError(
+                f"dataset.template: required for training.stage {objective}; the chat template's name, e.g. qwen"
+            )
         check_template(config.template)
+    if objective == "dpo" and config.train_on_prompt:
+        raise ConfigError("dataset.train_on_prompt: pairs are compared by their answers alone; use false")
     kept: Counter[str] = Counter(train=0, eval=0)
     bad: Counter[str] = Counter()
     named: list[str] = []

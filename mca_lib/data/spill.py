@@ -20,9 +20,10 @@ class Spill:
         self._tokens = (folder / "tokens.bin").open("wb")
         self._mask = (folder / "mask.bin").open("wb")
         self._lengths: list[np.ndarray] = []
+        self._first: list[np.ndarray] = []
         self._held_out: list[np.ndarray] = []
         self.digests: list[bytes] = []
-        """Of tokens and mask, per sample."""
+        """Of tokens and mask, and in a pair of where its second document begins, per sample."""
         self.contents: list[bytes] = []
         """Of the text, per sample."""
 
@@ -30,11 +31,14 @@ class Spill:
         self._tokens.write(chunk.tokens_T.data)
         self._mask.write(chunk.mask_T.data)
         self._lengths.append(chunk.lengths_N)
+        self._first.append(chunk.first_N)
         self._held_out.append(chunk.held_out_N)
         self.contents += chunk.contents
         ends = np.cumsum(chunk.lengths_N)
-        for start, end in zip((ends - chunk.lengths_N).tolist(), ends.tolist(), strict=True):
+        for start, end, first in zip((ends - chunk.lengths_N).tolist(), ends.tolist(), chunk.first_N, strict=True):
             content = blake3(chunk.tokens_T[start:end].tobytes()).update(chunk.mask_T[start:end].tobytes())
+            if first < end - start:
+                content.update(b"%d" % first)
             self.digests.append(content.digest(length=DIGEST_BYTES))
 
     def freeze(self) -> None:
@@ -42,6 +46,7 @@ class Spill:
         self._tokens.close()
         self._mask.close()
         self.lengths = np.concatenate([np.zeros(0, dtype=np.int64), *self._lengths])
+        self.first = np.concatenate([np.zeros(0, dtype=np.int64), *self._first])
         self.held_out = np.concatenate([np.zeros(0, dtype=bool), *self._held_out])
         self._offsets = np.concatenate([[0], np.cumsum(self.lengths)])
         if len(self.lengths):

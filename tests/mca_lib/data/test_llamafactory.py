@@ -35,7 +35,8 @@ TALKS = {
 
 
 def encode(tokenizer, talk, template="chatml", **options):
-    return ChatEncoder(tokenizer, ChatOptions(template, **options)).encode(talk)
+    (document,) = ChatEncoder(tokenizer, ChatOptions(template, **options)).encode(talk)
+    return document
 
 
 def learned(tokenizer, ids, mask):

@@ -369,11 +369,6 @@ def test_a_folder_without_a_tokenizer_is_named(build, tmp_path):
         build(alpaca_rows(3), tokenizer_dir=str(tmp_path))
 
 
-def test_dpo_is_refused_clearly(build):
-    with pytest.raises(ConfigError, match="dpo is not supported yet"):
-        build(alpaca_rows(3), objective="dpo")
-
-
 def test_an_unknown_field_of_the_spec_is_refused(build):
     with pytest.raises(ConfigError, match=r"unknown field 'cutof_len'; did you mean 'cutoff_len'"):
         build(alpaca_rows(3), cutof_len=3)
