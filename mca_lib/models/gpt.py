@@ -31,6 +31,7 @@ from mca_lib.converter.mappings import padded_vocab_size
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layer_spec import block_spec, mtp_spec
 from mca_lib.models.model_factory import PretrainedModel
+from mca_lib.models.mtp import add_mtp_loss
 from mca_lib.models.packing import cover_row
 from mca_lib.models.rotary import inverse_frequencies
 
@@ -88,6 +89,56 @@ class McaGPTModel(GPTModel, PretrainedModel):
         return super().forward(
             input_ids, position_ids, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
         )
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        labels: torch.Tensor | None,
+        loss_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        mtp_in_postprocess: bool = False,
+        *,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        rotary_pos_emb: torch.Tensor | None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Megatron's, for training and evaluation alone: multi-token prediction runs where it has a loss."""
+        if not self.post_process:
+            return hidden_states
+        weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+
+        def logits(hidden_SBH: torch.Tensor) -> torch.Tensor:
+            return self.output_layer(hidden_SBH, weight=weight)[0]
+
+        def token_losses(hidden_SBH: torch.Tensor, labels_BS: torch.Tensor) -> torch.Tensor:
+            return self.compute_language_model_loss(labels_BS, logits(hidden_SBH))
+
+        if labels is None:
+            return logits(hidden_states).transpose(0, 1).contiguous()
+        if mtp_in_postprocess and self.training:
+            outputs = self.mtp(
+                input_ids=input_ids,
+                position_ids=position_ids,
+                hidden_states=hidden_states,
+                attention_mask=attention_mask,
+                rotary_pos_emb=rotary_pos_emb,
+                packed_seq_params=packed_seq_params,
+                embedding=self.embedding,
+            )
+            _, *predicted = outputs.chunk(1 + self.config.mtp_num_layers)
+            hidden_states = add_mtp_loss(
+                hidden_states,
+                tuple(predicted),
+                token_losses,
+                labels,
+                loss_mask,
+                self.config,
+                self.pg_collection.cp,
+                packed_seq_params,
+            )
+        return token_losses(hidden_states, labels)
 
     def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         """Cross entropy, fp32 [B, S]; rows of the vocabulary that are padding have no probability.

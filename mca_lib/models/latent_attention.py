@@ -19,7 +19,7 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention, M
 
 
 class LatentSelfAttention(MLASelfAttention):
-    """`MLASelfAttention` that gathers the latent of keys and values itself, and is made of what its specification says."""
+    """`MLASelfAttention` that gathers the latent of keys and values itself, and is made of what its spec says."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
         """Megatron's own resolution puts a norm before a direct query projection, where models have none."""

@@ -118,6 +118,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **QWEN_EXPERTS,
     },
     "deepseek": DEEPSEEK,
+    "deepseek-mtp": {**DEEPSEEK, "num_mtp_layers": 2},
     "deepseek-yarn": {
         **DEEPSEEK,
         "q_lora_rank": None,
@@ -159,8 +160,62 @@ def hf_model(variant: str, dtype: str = "float32", seed: int = 0, **changes: Any
 
 def save_hf(directory: Path, variant: str, dtype: str = "float32", max_shard_size: str = "5GB", **changes: Any) -> Path:
     """Write a variant as a Hugging Face directory."""
-    hf_model(variant, dtype, **changes).save_pretrained(directory, max_shard_size=max_shard_size)
+    model = hf_model(variant, dtype, **changes)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    if getattr(model.config, "num_mtp_layers", 0):
+        _add_mtp(directory, model)
     return directory
+
+
+def mtp_model(model: Any, seed: int = 0) -> Any:
+    """transformers' multi-token prediction layers of a model, random."""
+    import torch
+    from transformers.modeling_layers import MtpModel
+
+    torch.manual_seed(seed)
+    mtp = MtpModel(model, model.config.num_mtp_layers)
+    with torch.no_grad():
+        for name, parameter in mtp.layers.named_parameters():
+            parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.2)
+        for name, buffer in mtp.layers.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.3, 0.3)
+    return mtp.to(model.dtype).eval()
+
+
+def mtp_as_stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors of `model`'s `MtpModel` under the names of DeepSeek's checkpoints."""
+    first, stored = model.config.num_hidden_layers, {}
+    for name, tensor in tensors.items():
+        if not name.startswith("layers."):
+            continue
+        _, layer, rest = name.split(".", 2)
+        rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+        prefix = f"model.layers.{first + int(layer)}."
+        if rest == "mlp.experts.gate_up_proj":
+            for i, expert in enumerate(tensor):
+                gate, up = expert.chunk(2)
+                stored[f"{prefix}mlp.experts.{i}.gate_proj.weight"] = gate
+                stored[f"{prefix}mlp.experts.{i}.up_proj.weight"] = up
+        elif rest == "mlp.experts.down_proj":
+            stored |= {f"{prefix}mlp.experts.{i}.down_proj.weight": expert for i, expert in enumerate(tensor)}
+        else:
+            stored[prefix + rest] = tensor
+    return stored
+
+
+def _add_mtp(directory: Path, model: Any) -> None:
+    """Store multi-token prediction layers, with DeepSeek's copies of embedding and output layer."""
+    from safetensors.torch import load_file, save_file
+
+    mtp = mtp_model(model)
+    tensors = load_file(directory / "model.safetensors") | mtp_as_stored(model, mtp.state_dict())
+    for i in range(model.config.num_hidden_layers, model.config.num_hidden_layers + model.config.num_mtp_layers):
+        tensors[f"model.layers.{i}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
+        tensors[f"model.layers.{i}.shared_head.head.weight"] = tensors["lm_head.weight"]
+    save_file(
+        {n: t.clone().contiguous() for n, t in tensors.items()}, directory / "model.safetensors", {"format": "pt"}
+    )
 
 
 def token_ids(batch: int = 2, length: int = 24, vocab_size: int = SIZES["vocab_size"], seed: int = 1) -> Any:

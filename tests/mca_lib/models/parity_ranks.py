@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.mca_lib.tiny_models import hf_model, save_hf, token_ids
+from tests.mca_lib.tiny_models import hf_model, mtp_as_stored, mtp_model, save_hf, token_ids
 
 DOCUMENTS = (8, 16, 4, 20)
 """Lengths of the documents of a packed row; each divides by 2 x 2 context parallel ranks."""
@@ -60,12 +60,13 @@ def _compare_one(models: Any, variant: str, packed: bool) -> Errors:
     hf = hf_model(variant)
     reference_BSV = _hf_logits(hf, input_ids_BS, lengths)
     losses_BS = torch.nn.functional.cross_entropy(reference_BSV.transpose(1, 2), labels_BS, reduction="none")
-    losses_BS.mean().backward()
+    mtp = mtp_model(hf) if getattr(hf.config, "num_mtp_layers", 0) else None
+    (losses_BS.mean() + (_mtp_loss(hf, mtp, input_ids_BS, labels_BS, lengths) if mtp else 0)).backward()
 
     held = _held_positions(models, input_ids_BS, lengths)
     logits_BSV = megatron_outputs(models, input_ids_BS, None, lengths)
     loss_BS = megatron_outputs(models, input_ids_BS, labels_BS, lengths, backward=True)
-    worst, name, count = _worst_gradient(models, hf)
+    worst, name, count = _worst_gradient(models, _gradients_as_stored(hf, mtp))
     return Errors(
         logits=0.0 if logits_BSV is None else (logits_BSV - reference_BSV[:, held]).abs().max().item(),
         loss=0.0 if loss_BS is None else (loss_BS - losses_BS[:, held]).abs().max().item(),
@@ -174,11 +175,10 @@ def megatron_outputs(
     return gather_from_tensor_model_parallel_region(torch.cat(kept))[..., : models.mca_config.vocab_size]
 
 
-def _worst_gradient(models: Any, hf: Any) -> tuple[float, str, int]:
+def _worst_gradient(models: Any, gradients: dict[str, Any]) -> tuple[float, str, int]:
     from mca_lib.converter.plan import entries
     from mca_lib.parallel import tensor_place
 
-    gradients = _gradients_as_stored(hf)
     rows = {e.mca: e for e in entries(models.mca_config)}
     place = tensor_place()
     worst, worst_name, count = 0.0, "", 0
@@ -192,8 +192,29 @@ def _worst_gradient(models: Any, hf: Any) -> tuple[float, str, int]:
     return worst, worst_name, count
 
 
-def _gradients_as_stored(hf: Any) -> dict[str, Any]:
+def _gradients_as_stored(hf: Any, mtp: Any | None) -> dict[str, Any]:
     """Gradients under the names of a saved model, which has one tensor per expert."""
     from transformers.core_model_loading import revert_weight_conversion
 
-    return revert_weight_conversion(hf, {name: p.grad for name, p in hf.named_parameters()})
+    gradients = revert_weight_conversion(hf, {name: p.grad for name, p in hf.named_parameters()})
+    return gradients | (mtp_as_stored(hf, {name: p.grad for name, p in mtp.named_parameters()}) if mtp else {})
+
+
+def _mtp_loss(hf: Any, mtp: Any, input_ids_BS: Any, labels_BS: Any, lengths: tuple[int, ...] | None) -> Any:
+    """0.1 of the mean over layers of their losses, each summed over the tokens it predicts and divided by all tokens."""
+    import torch
+    from torch.nn.functional import cross_entropy
+    from transformers.cache_utils import DynamicCache
+
+    total = 0.0
+    for ids, labels in zip(
+        *(t.split(list(lengths or [t.shape[1]]), dim=1) for t in (input_ids_BS, labels_BS)), strict=True
+    ):
+        hidden = hf.model(ids, use_cache=False).last_hidden_state
+        for layer in range(len(mtp.layers)):
+            ids, labels, hidden = ids[:, 1:], labels[:, 1:], hidden[:, :-1]
+            positions = torch.arange(ids.shape[1])[None].expand_as(ids)
+            hidden = mtp.forward_layer(layer, hidden, positions, DynamicCache(), input_ids=ids)
+            logits = mtp.shared_head(hidden)
+            total = total + cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
+    return 0.1 / len(mtp.layers) * total / input_ids_BS.numel()
