@@ -3,6 +3,7 @@
 Shards are written while tensors are read, into a folder beside `output` that takes its name when all of it is there.
 """
 
+import importlib.metadata
 import json
 import threading
 from pathlib import Path
@@ -105,8 +106,15 @@ def hf_slots(config: McaModelConfig, dtype: str) -> dict[str, Slot]:
 
 
 def hf_config(config: McaModelConfig, dtype: str) -> dict[str, Any]:
-    """The source's config.json with the exported dtype, under the spelling that the source used."""
-    hf = family_of(config.model_type).config_to_hf(config)
-    spelling = "torch_dtype" if "torch_dtype" in hf and "dtype" not in hf else "dtype"
+    """The source's config.json with the exported dtype; rope and dtype as the installed transformers spells them."""
+    release = transformers_release()
+    hf = family_of(config.model_type).config_to_hf(config, release)
+    spelling, other = ("torch_dtype", "dtype") if release == 4 else ("dtype", "torch_dtype")
+    hf.pop(other, None)
     hf.pop("quantization_config", None)  # what was quantized is written as what it stands for
     return {**hf, spelling: dtype}
+
+
+def transformers_release() -> int:
+    """4 or 5; later ones are taken for 5."""
+    return min(5, int(importlib.metadata.version("transformers").partition(".")[0]))
