@@ -1,4 +1,4 @@
-"""``mcaflow``: run a recipe, see what a run would do, and look into the store.
+"""``mcaflow``: run a recipe, see what a run would do, look into the store; convert, inspect and verify models.
 
 Only the standard library and typer load at start; each command imports what it needs, so ``--help`` answers at once.
 Exit codes: 0 done; 1 a stage failed or damage was found; 2 something for the user to mend; 130 interrupted,
@@ -108,6 +108,104 @@ def verify(
     from flows.commands import verify_artifacts
 
     verify_artifacts(_store_path(store), reference, full=full)
+
+
+@app.command()
+def convert(
+    model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face model.")],
+    output: Annotated[Path, typer.Argument(help="MCA checkpoint to write; absent or an empty folder.")],
+    check: Annotated[
+        bool, typer.Option("--check", help="Load the result and compare its fp32 logits with transformers'.")
+    ] = False,
+) -> None:
+    """Convert a Hugging Face model into an MCA checkpoint, which loads at any parallel layout."""
+    from flows.model_commands import convert_model
+
+    convert_model(model, output, check=check)
+
+
+@app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="MCA checkpoint: of convert, or of a store's train artifact.")],
+    output: Annotated[Path, typer.Argument(help="Hugging Face directory to write; absent or an empty folder.")],
+    dtype: Annotated[str, typer.Option(help="auto: as in the source; or float32, bfloat16, float16.")] = "auto",
+    max_shard_size: Annotated[str, typer.Option(help="Size of one weights file, for instance 5GB.")] = "5GB",
+) -> None:
+    """Write an MCA checkpoint as a Hugging Face model."""
+    from flows.model_commands import export_checkpoint
+
+    export_checkpoint(checkpoint, output, dtype=dtype, max_shard_size=max_shard_size)
+
+
+@app.command()
+def verify_model(
+    model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face model.")],
+    layouts: Annotated[
+        str | None, typer.Option(help="For instance TP2,PP2xVPP2; default: all that a card has, or their like.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the card to this file.")] = None,
+    generate: Annotated[bool, typer.Option("--generate", help="Compare greedy generations too.")] = False,
+    max_difference: Annotated[
+        float | None, typer.Option(help="Largest |Δ| of a logit; default: by the noise of transformers itself.")
+    ] = None,
+    max_kl: Annotated[float | None, typer.Option(help="Largest mean KL per token; likewise.")] = None,
+) -> None:
+    """Compare a model with transformers at parallel layouts; exit code 1 when it is not verified."""
+    from flows.model_commands import verify_one
+
+    verify_one(model, layouts, output, generate=generate, max_difference=max_difference, max_kl=max_kl)
+
+
+@app.command()
+def inspect(
+    model: Annotated[Path, typer.Argument(help="Directory of a model, MCA or Hugging Face, or a config.json.")],
+    tensor: Annotated[int, typer.Option(help="Ranks that share each weight matrix.")] = 1,
+    pipeline: Annotated[int, typer.Option(help="Ranks that share the stack of layers.")] = 1,
+    virtual_pipeline: Annotated[int | None, typer.Option(help="Model chunks per pipeline rank.")] = None,
+    context: Annotated[int, typer.Option(help="Ranks that share each sequence.")] = 1,
+    expert: Annotated[int, typer.Option(help="Ranks that share the experts of a layer.")] = 1,
+    expert_tensor: Annotated[int | None, typer.Option(help="Ranks that share each expert; default: --tensor.")] = None,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="Split the activations between tensor parallel regions too.")
+    ] = False,
+    first_stage_layers: Annotated[int | None, typer.Option(help="Of the first pipeline rank.")] = None,
+    last_stage_layers: Annotated[int | None, typer.Option(help="Of the last pipeline rank.")] = None,
+    pipeline_layout: Annotated[
+        str | None, typer.Option(help="What each stage holds, for instance 'Et*3|t*5L'.")
+    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Of all machines; default: the fewest that fit.")] = None,
+    data: Annotated[int | None, typer.Option(help="Replicas of the model, instead of --ranks.")] = None,
+    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    distributed_optimizer: Annotated[bool, typer.Option(help="Replicas share the optimizer state.")] = True,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    micro_batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = 1,
+    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show a model's config, its parameters, and the memory that training takes at a layout; allocates nothing."""
+    from flows.inspect_command import inspect_model
+    from mca_lib.models.layout import Layout
+
+    layout = Layout(
+        tensor=tensor,
+        pipeline=pipeline,
+        virtual_pipeline=virtual_pipeline,
+        context=context,
+        expert=expert,
+        expert_tensor=expert_tensor,
+        sequence_parallel=sequence_parallel,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
+        pipeline_layout=pipeline_layout,
+    )
+    training = {
+        "precision": precision,
+        "distributed_optimizer": distributed_optimizer,
+        "sequence_length": sequence_length,
+        "micro_batch_size": micro_batch_size,
+        "recompute": recompute,
+    }
+    inspect_model(model, layout, training, ranks=ranks, data=data, as_json=as_json)
 
 
 def main() -> None:

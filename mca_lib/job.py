@@ -29,6 +29,7 @@ JOBS: dict[str, str] = {
     "convert": "mca_lib.converter.jobs:convert",
     "export": "mca_lib.converter.jobs:export",
     "digest": "mca_lib.checkpoint.digest:digest",
+    "verify_model": "mca_lib.verification.job:verify_model",
     "evaluate": "mca_lib.evaluate:evaluate",
 }
 

@@ -152,9 +152,14 @@ def read_card(path: Path) -> Card:
 
 def write_card(card: Card, path: Path) -> None:
     """Atomically, with its folder."""
+    write_text(path, markdown(card))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomically, with its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(markdown(card), encoding="utf-8")
+    temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
 
 
