@@ -22,7 +22,9 @@ from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter
 from mca_lib.errors import ModelError
+from mca_lib.models import size
 from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
+from mca_lib.models.flops import training_flops
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.packing import document_bounds, zigzag_index
 from mca_lib.models.transformer_config import transformer_config
@@ -66,9 +68,17 @@ class VirtualModels:
         for model in self.models:
             yield from ((n, p) for n, p in checkpoint_parameters(model) if isinstance(p, torch.nn.Parameter))
 
-    def num_parameters(self) -> int:
-        """Elements that this rank holds."""
-        return sum(p.numel() for p in self.parameters())
+    def num_parameters(self, total: bool = False) -> int:
+        """Elements that this rank holds, or with `total` those of the whole model, each once and without padding."""
+        return size.total(self.mca_config) if total else sum(p.numel() for p in self.parameters())
+
+    def num_floating_point_operations(self, tokens: int, sequence_length: int) -> int:
+        """Of a training step of the whole model over `tokens` in sequences of `sequence_length`.
+
+        Forward and backward, a matrix product [m, k] x [k, n] as 2·m·n·k, attention as far as the mask lets see; the
+        formula is in `mca_lib.models.flops`.
+        """
+        return training_flops(self.mca_config, tokens, sequence_length)
 
     def train(self, mode: bool = True) -> Self:
         for model in self.models:

@@ -1,0 +1,70 @@
+"""Floating point operations of a model. No torch.
+
+A matrix product [m, k] x [k, n] counts 2·m·n·k; norms, activations, softmax and rope are left out. A forward pass over
+T tokens in sequences of S:
+
+    T · 2 · W                                       W: elements of all matrices that a token is multiplied with
+    + T/S · Σ layers 2 · N · (Dqk + Dv) · pairs     N heads, of which scores take Dqk channels and values Dv
+      pairs = Σ i=1..S min(i, window)               keys that the queries of a sequence see
+
+W counts `topk` experts of each layer, the output layer also where it is tied, and not the embedding, which is a
+look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. Recomputation
+is not counted: these are the operations that the model needs, the numerator of model FLOPs utilization.
+"""
+
+import math
+from operator import attrgetter
+
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.registry import family_of
+
+
+def training_flops(config: McaModelConfig, tokens: int, sequence_length: int) -> int:
+    """Forward and backward pass of a training step, multi-token prediction included."""
+    return 3 * forward_flops(config, tokens, sequence_length, mtp=True)
+
+
+def forward_flops(config: McaModelConfig, tokens: int, sequence_length: int, mtp: bool = False) -> int:
+    """Forward pass from token ids to logits; `mtp` adds the multi-token prediction layers and their logits.
+
+    Args:
+        tokens: of all sequences together.
+        sequence_length: of each, for packed rows of each document.
+    """
+    pairs = attention_pairs(config, sequence_length, mtp)
+    attention = attention_flops_per_pair(config) * pairs * tokens // sequence_length
+    return 2 * matrix_elements(config, mtp) * tokens + attention
+
+
+def matrix_elements(config: McaModelConfig, mtp: bool = False) -> int:
+    """Elements of the matrices that a token is multiplied with, each as often as that happens."""
+    elements = 0
+    for row in family_of(config.model_type).mappings(config):
+        if "{mtp}" in row.mca:
+            times = config.mtp_num_layers if mtp else 0
+        elif "{layer}" in row.mca:
+            times = config.num_layers if row.layers is None else len(attrgetter(row.layers)(config))
+        else:
+            continue  # embedding, last norm, output layer
+        if row.per_expert:
+            times *= config.moe.topk
+        elements += times * sum(math.prod(shape) for shape in row.hf_shapes(config) if len(shape) == 2)
+    heads = 1 + (config.mtp_num_layers if mtp else 0)
+    return elements + heads * config.vocab_size * config.hidden_size
+
+
+def attention_flops_per_pair(config: McaModelConfig) -> int:
+    """Operations of one layer for one query and one key that it sees."""
+    latent = config.latent_attention
+    channels = 2 * config.kv_channels if latent is None else latent.qk_head_dim + latent.v_head_dim
+    return 2 * config.num_attention_heads * channels
+
+
+def attention_pairs(config: McaModelConfig, sequence_length: int, mtp: bool = False) -> int:
+    """Pairs of a query and a key that it sees, in one sequence, over all layers."""
+    full = sequence_length * (sequence_length + 1) // 2
+    window = min(config.sliding_window or sequence_length, sequence_length)
+    windowed = window * (window + 1) // 2 + (sequence_length - window) * window
+    layers = config.num_layers + (config.mtp_num_layers if mtp else 0)
+    full_layers = len(config.full_attention_layers) if config.sliding_window else layers
+    return full * full_layers + windowed * (layers - full_layers)

@@ -1,0 +1,78 @@
+"""Floating point operations by formula are those that torch counts while the model runs."""
+
+from typing import Any
+
+import pytest
+
+from mca_lib.models import flops
+from mca_lib.models.registry import config_from_hf
+from tests.mca_lib.models.test_registry import BASE, BASES
+from tests.mca_lib.tiny_models import VARIANTS, hf_config
+
+COUNTED = ["llama-mlp-bias", "llama-tied", "mistral-full", "qwen3", "mixtral", "qwen3-moe-mixed", "qwen2-moe"]
+COUNTED += [name for name in VARIANTS if VARIANTS[name]["model_type"] == "deepseek_v3"]
+
+
+def counted(variant: str, batch: int, length: int) -> tuple[int, int]:
+    """Operations of a forward and of a backward pass of Megatron's model, as torch's dispatcher sees them."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
+
+    initialize_model_parallel(DistributingParallelArguments())
+    models = AutoModel.from_config(config_from_hf(hf_config(variant).to_dict()))
+    (model,) = models.eval()
+    ids = torch.arange(batch * length).view(batch, length) % 99
+    # The mathematical kernel is made of matrix products, all of them counted, over the whole square of scores.
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        with FlopCounterMode(display=False) as forward:
+            logits = model(ids, torch.arange(length).expand(batch, length))
+        with FlopCounterMode(display=False) as backward:
+            logits.sum().backward()
+    return forward.get_total_flops(), backward.get_total_flops()
+
+
+@pytest.mark.parametrize("variant", COUNTED)
+def test_formula_counts_what_torch_counts(ranks: Any, variant: str) -> None:
+    batch, length = 2, 12
+    config = config_from_hf(hf_config(variant).to_dict())
+    ((forward, backward),) = ranks(1, counted, variant, batch, length)
+    whole_square = length * length * config.num_layers
+    attention = flops.attention_flops_per_pair(config) * whole_square * batch
+    expected = 2 * flops.matrix_elements(config) * batch * length + attention
+    assert forward == expected
+    assert backward == 2 * expected
+
+
+def test_attention_counts_the_pairs_that_a_query_sees() -> None:
+    config = config_from_hf({**BASES["qwen2"], "use_sliding_window": True, "sliding_window": 3, "max_window_layers": 4})
+    full, windowed = 1 + 2 + 3 + 4 + 5, 1 + 2 + 3 + 3 + 3
+    assert flops.attention_pairs(config, 5) == 4 * full + 2 * windowed
+    assert flops.attention_pairs(config, 2) == 6 * 3  # the window does not bite
+    assert flops.attention_pairs(config_from_hf(BASE), 5) == 6 * full
+
+
+def test_training_step_is_three_forward_passes_over_all_tokens() -> None:
+    config = config_from_hf(BASE)
+    assert flops.training_flops(config, 40, 10) == 3 * 4 * flops.forward_flops(config, 10, 10)
+
+
+def of_models(variant: str) -> tuple[int, int, int]:
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import initialize_model_parallel
+    from tests.mca_lib.models.layouts import layout_args
+
+    args = layout_args(tensor=2)
+    initialize_model_parallel(args)
+    models = AutoModel.from_config(config_from_hf(hf_config(variant).to_dict()), args)
+    return models.num_parameters(total=True), models.num_parameters(), models.num_floating_point_operations(64, 16)
+
+
+def test_models_answer_for_the_whole_model_on_every_rank(ranks: Any) -> None:
+    (first, second) = ranks(2, of_models, "llama")
+    total, own, operations = first
+    assert (total, operations) == (second[0], second[2])
+    assert own < total < own + second[1]  # norms are on both ranks
+    assert operations == flops.training_flops(config_from_hf(hf_config("llama").to_dict()), 64, 16)
