@@ -117,7 +117,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
         **QWEN_EXPERTS,
     },
-    "deepseek": DEEPSEEK,
     "deepseek-mtp": {**DEEPSEEK, "num_mtp_layers": 2},
     "deepseek-yarn": {
         **DEEPSEEK,
@@ -129,6 +128,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
 }
 """Name → differences from `SIZES`."""
+
+WITH_EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "deepseek-mtp", "deepseek-yarn"]
+"""Variants with a mixture of experts."""
 
 
 def hf_config(variant: str, **changes: Any) -> Any:

@@ -17,6 +17,18 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Name → (ranks, parallel sizes)."""
 
+EXPERT_LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "TP2 with sequence parallel": (2, {"tensor": 2, "sequence_parallel": True}),
+    "TP2 with whole experts": (2, {"tensor": 2, "sequence_parallel": True, "expert_tensor": 1}),
+    "PP2": (2, {"pipeline": 2}),
+    "PP2 with two chunks each": (2, {"pipeline": 2, "virtual_pipeline": 2}),
+    "CP2": (2, {"context": 2}),
+    "EP2": (2, {"expert": 2}),
+    "TP2 EP2": (4, {"tensor": 2, "sequence_parallel": True, "expert": 2}),
+    "PP2 EP2": (4, {"pipeline": 2, "expert": 2}),
+}
+"""The same for models with experts, which Megatron trains under tensor parallelism with sequence parallelism only."""
+
 
 def layout_args(
     tensor: int = 1,

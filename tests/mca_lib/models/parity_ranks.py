@@ -40,15 +40,19 @@ def prepare(directory: Path, variants: list[str]) -> None:
         save_hf(directory / variant, variant)
 
 
-def compare(directory: Path, variants: list[str], layout: dict[str, Any], packed: bool = False) -> dict[str, Errors]:
-    """Errors of this rank for every variant, at one layout."""
+def compare(
+    directory: Path, variants: list[str], layout: dict[str, Any], packed: bool = False, training: bool = True
+) -> dict[str, Errors]:
+    """Errors of this rank for every variant, at one layout; without `training` those of logits and loss alone."""
     from mca_lib.models import AutoModel
     from mca_lib.parallel import initialize_model_parallel
     from tests.mca_lib.models.layouts import layout_args
 
     args = layout_args(**layout)
     initialize_model_parallel(args)
-    return {v: _compare_one(AutoModel.from_pretrained(directory / v, args), v, packed) for v in variants}
+    return {
+        v: _compare_one(AutoModel.from_pretrained(directory / v, args).train(training), v, packed) for v in variants
+    }
 
 
 def _compare_one(models: Any, variant: str, packed: bool) -> Errors:
@@ -65,8 +69,9 @@ def _compare_one(models: Any, variant: str, packed: bool) -> Errors:
 
     held = _held_positions(models, input_ids_BS, lengths)
     logits_BSV = megatron_outputs(models, input_ids_BS, None, lengths)
-    loss_BS = megatron_outputs(models, input_ids_BS, labels_BS, lengths, backward=True)
-    worst, name, count = _worst_gradient(models, _gradients_as_stored(hf, mtp))
+    training = models[0].training
+    loss_BS = megatron_outputs(models, input_ids_BS, labels_BS, lengths, backward=training)
+    worst, name, count = _worst_gradient(models, _gradients_as_stored(hf, mtp)) if training else (0.0, "", 0)
     return Errors(
         logits=0.0 if logits_BSV is None else (logits_BSV - reference_BSV[:, held]).abs().max().item(),
         loss=0.0 if loss_BS is None else (loss_BS - losses_BS[:, held]).abs().max().item(),
@@ -201,7 +206,7 @@ def _gradients_as_stored(hf: Any, mtp: Any | None) -> dict[str, Any]:
 
 
 def _mtp_loss(hf: Any, mtp: Any, input_ids_BS: Any, labels_BS: Any, lengths: tuple[int, ...] | None) -> Any:
-    """0.1 of the mean over layers of their losses, each summed over the tokens it predicts and divided by all tokens."""
+    """0.1 of the mean over layers of their losses: each is summed over what it predicts, and divided by all tokens."""
     import torch
     from torch.nn.functional import cross_entropy
     from transformers.cache_utils import DynamicCache
@@ -218,3 +223,13 @@ def _mtp_loss(hf: Any, mtp: Any, input_ids_BS: Any, labels_BS: Any, lengths: tup
             logits = mtp.shared_head(hidden)
             total = total + cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
     return 0.1 / len(mtp.layers) * total / input_ids_BS.numel()
+
+
+def compare_with_megatrons_latent_attention(directory: Path, variant: str, layout: dict[str, Any]) -> Errors:
+    """As `compare`, with Megatron's own class in place of `LatentSelfAttention`."""
+    from megatron.core.transformer.multi_latent_attention import MLASelfAttention
+
+    from mca_lib.models import layer_spec
+
+    layer_spec.LatentSelfAttention = MLASelfAttention
+    return compare(directory, [variant], layout)[variant]
