@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import IO
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
@@ -114,8 +113,8 @@ class CheckpointReader:
             if info.relative_path not in self._files:
                 self._files[info.relative_path] = (self.directory / info.relative_path).open("rb", buffering=0)
             file = self._files[info.relative_path]
-            with FakeTensorMode():
-                tensor = torch.load(_create_file_view(file, info.offset, info.length), weights_only=True)
+            view = _create_file_view(file, info.offset, info.length)
+            tensor = torch.load(view, weights_only=True, map_location="meta")
         if not tensor.is_contiguous():
             raise ValueError("it is not stored in the order of its elements")
         start = info.offset + tensor.untyped_storage()._checkpoint_offset
