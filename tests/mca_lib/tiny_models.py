@@ -154,10 +154,7 @@ def hf_model(variant: str, dtype: str = "float32", seed: int = 0, **changes: Any
                 parameter.normal_(0, 0.3)
             elif "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.3, 0.3)
-    return model.to(getattr(torch, dtype)).eval()
+    return _ready(model, getattr(torch, dtype))
 
 
 def save_hf(directory: Path, variant: str, dtype: str = "float32", max_shard_size: str = "5GB", **changes: Any) -> Path:
@@ -179,10 +176,16 @@ def mtp_model(model: Any, seed: int = 0) -> Any:
     with torch.no_grad():
         for name, parameter in mtp.layers.named_parameters():
             parameter.uniform_(0.5, 1.5) if "norm" in name else parameter.normal_(0, 0.2)
-        for name, buffer in mtp.layers.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.uniform_(-0.3, 0.3)
-    return mtp.to(model.dtype).eval()
+    return _ready(mtp, model.dtype)
+
+
+def _ready(model: Any, dtype: Any) -> Any:
+    """Cast, with expert biases that count; these are fp32 in every model, as transformers loads them."""
+    model = model.to(dtype).eval()
+    for module in model.modules():
+        if hasattr(module, "e_score_correction_bias"):
+            module.e_score_correction_bias = module.e_score_correction_bias.float().uniform_(-0.3, 0.3)
+    return model
 
 
 def mtp_as_stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
