@@ -18,8 +18,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.verify import verify_model
 from mca_lib.errors import CheckpointError, ResourceError
+from mca_lib.models.config import McaModelConfig
 from mca_lib.models.naming import checkpoint_parameters
 
 if TYPE_CHECKING:
@@ -47,13 +49,18 @@ def save_model(models: list["McaGPTModel"], directory: str | Path) -> None:
 
 
 @torch.no_grad()
-def load_model(models: list["McaGPTModel"], directory: str | Path) -> None:
-    """Fill the parameters of this rank's model chunks; collective over all ranks.
+def load_model(
+    models: list["McaGPTModel"], directory: str | Path, stored: McaModelConfig | None = None
+) -> CheckpointReader:
+    """Fill the parameters of this rank's model chunks; collective over all ranks. Returns the open checkpoint.
+
+    Args:
+        stored: config of the checkpoint, where its vocabulary is smaller than the models'; rows beyond it are zero.
 
     Raises:
         CheckpointError: the checkpoint is not whole, is of another model, or left an element unset.
     """
-    verify_model(directory, models[0].mca_config)
+    reader = verify_model(directory, stored or models[0].mca_config)
     for model in models:
         for _, parameter in checkpoint_parameters(model):
             parameter.fill_(float("nan"))
@@ -67,6 +74,7 @@ def load_model(models: list["McaGPTModel"], directory: str | Path) -> None:
         for name, parameter in checkpoint_parameters(model):
             if parameter.isnan().any():
                 raise CheckpointError(f"{directory}: {name} holds NaN or was not loaded in full")
+    return reader
 
 
 @contextlib.contextmanager

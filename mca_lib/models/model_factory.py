@@ -21,13 +21,13 @@ from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter
-from mca_lib.errors import ModelError
 from mca_lib.models import size
-from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
+from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 from mca_lib.models.flops import training_flops
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.packing import document_bounds, zigzag_index
 from mca_lib.models.transformer_config import transformer_config
+from mca_lib.models.vocabulary import GrownSource, fill_new_rows, tokenizer_size, with_vocabulary
 from mca_lib.parallel import tensor_place
 
 
@@ -169,7 +169,8 @@ class PretrainedModel(MegatronModule):
 
         Args:
             args: see `transformer_config`.
-            tokenizer: checked against the size of the vocabulary.
+            tokenizer: where it has more tokens than the vocabulary has rows, rows are added (see `vocabulary`), which
+                the config then records. A vocabulary never shrinks.
 
         Raises:
             ModelError, CheckpointError: the directory is unsupported, incomplete or inconsistent.
@@ -178,15 +179,18 @@ class PretrainedModel(MegatronModule):
         _require_model_parallel()
         directory = Path(directory)
         mca_config = cls.config_class.from_pretrained(directory)
-        _check_tokenizer(tokenizer, mca_config)
+        size = tokenizer_size(tokenizer) if tokenizer is not None else 0
+        grown = with_vocabulary(mca_config, size)
         if is_mca_checkpoint(directory):
-            models = cls._empty(mca_config, args, use_cpu_initialization, directory)
-            load_model(models.models, directory / WEIGHTS_FOLDER)
+            models = cls._empty(grown, args, use_cpu_initialization, directory)
+            reader = load_model(models.models, directory / WEIGHTS_FOLDER, mca_config)
+            fill_new_rows(models.models, reader, mca_config.vocab_size, grown.vocab_size)
             return models
-        converter = ModelConverter(mca_config, tensor_place())
-        with HfSource(directory) as source:
+        converter = ModelConverter(grown, tensor_place())
+        with HfSource(directory) as stored:
+            source = GrownSource(stored, mca_config, grown.vocab_size) if grown is not mca_config else stored
             plan = converter.plan(source.tensors)
-            models = cls._empty(plan.config(mca_config), args, use_cpu_initialization, directory)
+            models = cls._empty(plan.config(grown), args, use_cpu_initialization, directory)
             converter.load(models, source, plan)
         return models
 
@@ -238,14 +242,6 @@ class PretrainedModel(MegatronModule):
 def _require_model_parallel() -> None:
     if not parallel_state.model_parallel_is_initialized():
         raise RuntimeError("call mca_lib.parallel.initialize_model_parallel(args) before making a model")
-
-
-def _check_tokenizer(tokenizer: Any | None, config: McaModelConfig) -> None:
-    if tokenizer is not None and (highest := max(tokenizer.get_vocab().values(), default=0)) >= config.vocab_size:
-        raise ModelError(
-            f"the tokenizer has ids up to {highest}, the model's vocabulary ends at {config.vocab_size - 1}; "
-            f"use the model's own tokenizer, or one of a {CONFIG_NAME} with a larger vocabulary"
-        )
 
 
 @torch.no_grad()

@@ -191,16 +191,6 @@ def load_without_process_groups(directory: Path) -> None:
     AutoModel.from_pretrained(directory)
 
 
-def load_with_large_tokenizer(directory: Path) -> None:
-    from mca_lib.models import AutoModel
-
-    class Tokenizer:
-        def get_vocab(self) -> dict[str, int]:
-            return {"a": 0, "b": 99}
-
-    AutoModel.from_pretrained(directory, start(), tokenizer=Tokenizer())
-
-
 def train_a_little(directory: Path, target: Path) -> None:
     """Change every weight, then save: what an export has to carry."""
     import torch

@@ -135,11 +135,6 @@ def test_model_needs_process_groups(ranks: Any, hf: Path) -> None:
         ranks(1, factory_ranks.load_without_process_groups, hf / "tied")
 
 
-def test_tokenizer_beyond_the_vocabulary_is_refused(ranks: Any, hf: Path) -> None:
-    with pytest.raises(RankError, match="ModelError: the tokenizer has ids up to 99"):
-        ranks(1, factory_ranks.load_with_large_tokenizer, hf / "tied")
-
-
 def test_checkpoint_is_not_written_over_another(ranks: Any, hf: Path, mca: Path) -> None:
     with pytest.raises(RankError, match=f"{CheckpointError.__name__}: .* not empty"):
         ranks(1, factory_ranks.save_at, {}, hf / "untied", mca / "untied")
