@@ -14,7 +14,7 @@ from typing import Any
 
 from blake3 import blake3
 
-from mca_lib.converter.headers import weight_files
+from mca_lib.converter.headers import check_weights, weight_files
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint, read_hf_config
 from mca_lib.models.layout import Layout
@@ -68,6 +68,7 @@ def verify(task: Verification, pool: RankPool, tell: Tell = lambda text: None) -
         raise ModelError(f"{directory}: the weights are quantized; there is no fp32 reference to compare with")
     config = McaModelConfig.from_pretrained(directory)
     files = weight_files(directory)
+    check_weights(config, directory)
     wanted = [parse_layout(name) for name in task.layouts]
     sample = on_one_rank(
         pool, _WORK + "sample:make_sample", directory, config.vocab_size, config.max_position_embeddings

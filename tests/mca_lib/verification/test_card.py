@@ -1,0 +1,76 @@
+"""A card says verified only where everything was measured, close and noticed."""
+
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mca_lib.errors import CheckpointError
+from mca_lib.verification.card import Card, Generations, LayoutResult, Limits, Sensitivity, read_card, write_card
+from mca_lib.verification.difference import Measured
+
+CLOSE, FAR = Measured(480, 1e-5, 1e-12, 1.0), Measured(480, 0.3, 1e-4, 0.9)
+RESULT = LayoutResult("TP2", 2, everything=CLOSE, with_loss=CLOSE, tensors=55)
+REFUSED = LayoutResult("EP2", 2, refused="parallel.expert=2: a llama model has no experts; use 1")
+CARD = Card(
+    model_type="llama",
+    model="tiny llama",
+    parameters=1000,
+    versions={"torch": "2.15.0"},
+    config_digest="c",
+    weights_digest="w",
+    sample_tokens=480,
+    loss_tokens="answers",
+    limits=Limits(),
+    own_difference=CLOSE,
+    layouts=(RESULT, REFUSED),
+    sensitivity=(Sensitivity("one weight off", FAR),),
+    unsupported=("`clip_qkv`",),
+    generations=Generations(5, 32, 5),
+)
+
+WRONG: dict[str, tuple[Card, str]] = {
+    "too far": (replace(CARD, layouts=(replace(RESULT, everything=FAR),)), r"max \|Δ\| 0.3"),
+    "too far on loss tokens": (replace(CARD, layouts=(replace(RESULT, with_loss=FAR),)), "loss tokens"),
+    "too much KL": (replace(CARD, layouts=(replace(RESULT, everything=replace(CLOSE, kl=1e-8)),)), "KL 1e-08"),
+    "not a number": (
+        replace(CARD, layouts=(replace(RESULT, everything=replace(CLOSE, max_difference=math.nan)),)),
+        "nan",
+    ),
+    "failed": (replace(CARD, layouts=(RESULT, LayoutResult("PP2", 2, failed="rank 1 of 2: ValueError"))), "rank 1"),
+    "nothing measured": (replace(CARD, layouts=(REFUSED,)), "no layout"),
+    "other bytes": (replace(CARD, layouts=(replace(RESULT, different=("model.norm.weight",)),)), "1 of 55 tensors"),
+    "no bytes": (replace(CARD, layouts=(replace(RESULT, tensors=0),)), "no tensors"),
+    "blind": (replace(CARD, sensitivity=(Sensitivity("one weight off", CLOSE),)), "not noticed: one weight off"),
+    "another text": (replace(CARD, generations=Generations(5, 32, 4, "Prompt 2 differs.")), "Prompt 2"),
+}
+
+
+def test_a_good_card_is_verified() -> None:
+    assert CARD.problems() == []
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said(case: str) -> None:
+    card, message = WRONG[case]
+    assert len(card.problems()) == 1
+    assert re.search(message, card.problems()[0])
+
+
+def test_a_card_is_read_from_its_document(tmp_path: Path) -> None:
+    path = tmp_path / "cards" / "llama.md"
+    write_card(CARD, path)
+    assert read_card(path) == CARD
+    text = path.read_text()
+    assert "**Verified.**" in text
+    assert "refused: parallel.expert=2" in text
+    assert [p.name for p in path.parent.iterdir()] == ["llama.md"]
+
+
+def test_a_document_without_a_card_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "llama.md"
+    path.write_text("# llama\n")
+    with pytest.raises(CheckpointError, match=r"llama\.md"):
+        read_card(path)
