@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.mca_lib.converter import export_ranks
+from mca_lib.converter import jobs
+from mca_lib.errors import ResourceError
+from tests.mca_lib.converter import export_ranks, llama_files
 from tests.ranks import RankError
 
 
@@ -69,3 +71,21 @@ def test_stored_head_of_a_tied_model_must_be_the_embedding(ranks: Any, tmp_path:
     else:
         with pytest.raises(RankError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
             ranks(1, export_ranks.convert, tmp_path / "hf", tmp_path / "mca")
+
+
+def test_model_that_does_not_fit_twice_into_memory_is_refused_before_anything_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llama_files.make(tmp_path / "hf")
+    monkeypatch.setattr(jobs, "available_memory", lambda: 100_000)
+    spec = {"model": str(tmp_path / "hf"), "output": str(tmp_path / "mca"), "max_logits_difference": 1e-3}
+    with pytest.raises(ResourceError, match=r"set checkpoint\.max_logits_difference: null to convert unchecked"):
+        jobs.convert(spec, lambda *args, **metrics: None)
+    assert not (tmp_path / "mca").exists()
+    assert jobs.convert({**spec, "max_logits_difference": None}, lambda *args, **metrics: None)["logits"] is None
+
+
+def test_model_whose_logits_are_off_is_not_published(ranks: Any, source: Path, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match="more than checkpoint"):
+        ranks(1, export_ranks.convert, source, tmp_path / "mca", 1e-12)
+    assert [p.name for p in tmp_path.iterdir()] == ["hf"]
