@@ -1,6 +1,7 @@
 # make demo   a fine-tuning from start to end, twice: the second run is served from the cache
 # make test   the test suite
-# Both set up everything they need. `make PYTHON=/path/to/python3.12 …` names an interpreter.
+# make cards  docs/models: every family against transformers at every layout, some minutes
+# All set up everything they need. `make PYTHON=/path/to/python3.12 …` names an interpreter.
 
 SHELL := /bin/sh
 BIN := .venv/bin
@@ -10,7 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Waiting OpenMP threads otherwise spin, which slows several processes on the same cores down by a factor of 3.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test lint format bench setup smollm2 clean
+.PHONY: demo test cards lint format bench setup smollm2 clean
 
 setup:
 	@PYTHON="$(PYTHON)" scripts/setup.sh dev
@@ -24,6 +25,9 @@ demo: setup
 
 test: setup
 	$(BIN)/python -m pytest
+
+cards: setup
+	$(BIN)/python -W ignore -m mca_lib.verification docs/models
 
 lint: setup
 	$(BIN)/ruff check .
