@@ -6,7 +6,8 @@ Interface of `forward`, which is Megatron's:
 
 Labels are already shifted by the caller. The last pipeline stage returns the loss of each token, fp32 [B, S], or
 without labels the logits of this rank's share of the vocabulary; other stages return hidden states. Rows that pack
-documents have B = 1 and bring `PackedSeqParams(qkv_format="thd", ...)`.
+documents have B = 1 and bring `PackedSeqParams(qkv_format="thd", ...)`. In training, `loss_mask` [B, S] turns on the
+loss of multi-token prediction, where the model has it: see `mca_lib.models.mtp`.
 
 B batch, S tokens on this rank, V share of the vocabulary.
 """
@@ -104,7 +105,8 @@ class McaGPTModel(GPTModel, PretrainedModel):
         rotary_pos_emb: torch.Tensor | None,
         **_: Any,
     ) -> torch.Tensor:
-        """Megatron's, for training and evaluation alone: multi-token prediction runs where it has a loss."""
+        """Megatron's, for training and evaluation alone. Multi-token prediction runs where it has a loss: in training,
+        with a `loss_mask`."""
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -117,7 +119,7 @@ class McaGPTModel(GPTModel, PretrainedModel):
 
         if labels is None:
             return logits(hidden_states).transpose(0, 1).contiguous()
-        if mtp_in_postprocess and self.training:
+        if mtp_in_postprocess and self.training and loss_mask is not None:
             outputs = self.mtp(
                 input_ids=input_ids,
                 position_ids=position_ids,

@@ -21,7 +21,7 @@ def add_mtp_loss(
     predicted_SBH: tuple[torch.Tensor, ...],
     token_losses: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
     labels_BS: torch.Tensor,
-    loss_mask_BS: torch.Tensor | None,
+    loss_mask_BS: torch.Tensor,
     config: TransformerConfig,
     context_group: torch.distributed.ProcessGroup,
     packed: PackedSeqParams | None,
@@ -32,12 +32,13 @@ def add_mtp_loss(
         hidden_SBH: output of the main model.
         predicted_SBH: output of each multi-token prediction layer.
         token_losses: (hidden states, labels) → loss of each token, [B, S].
+        loss_mask_BS: labels that count; the others may be anything.
     """
-    mask_BS = torch.ones_like(labels_BS) if loss_mask_BS is None else loss_mask_BS
+    mask_BS = loss_mask_BS.to(labels_BS.dtype)  # travels between context parallel ranks
     scale = config.mtp_loss_scaling_factor / len(predicted_SBH)
     for layer_SBH in predicted_SBH:
         labels_BS, _ = roll_tensor(labels_BS, cp_group=context_group, packed_seq_params=packed)
         mask_BS, _ = roll_tensor(mask_BS, cp_group=context_group, packed_seq_params=packed)
-        losses_BS = token_losses(layer_SBH, labels_BS) * mask_BS
-        hidden_SBH = MTPLossAutoScaler.apply(hidden_SBH, scale * losses_BS)
+        losses_BS = token_losses(layer_SBH, labels_BS)
+        hidden_SBH = MTPLossAutoScaler.apply(hidden_SBH, scale * losses_BS[mask_BS.bool()])
     return hidden_SBH

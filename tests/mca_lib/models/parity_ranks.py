@@ -149,6 +149,7 @@ def megatron_outputs(
             batch["position_ids"],
             None,
             labels=batch.get("labels"),
+            loss_mask=torch.ones_like(batch["labels"]) if "labels" in batch else None,
             packed_seq_params=packed,
         )
 

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.mca_lib.checkpoint.expert_ranks import make_sources
 from tests.mca_lib.trainers.training import history, make_model, make_store, plain_training, train
 
 STEPS = 12
@@ -75,3 +76,33 @@ def test_rows_without_loss_weigh_nothing(ranks, folder, layout):
     options = {"max_steps": STEPS, **options}
     values = ranks(world_size, train, f"{folder}/model", f"{folder}/masked", f"{folder}/masked {layout}", options)
     np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)
+
+
+EXPERT_STEPS = 4
+EXPERT_LAYOUTS = {
+    "EP2": (2, {"expert_model_parallel_size": 2}),
+    "TP2 with sequence parallelism": LAYOUTS["TP2 with sequence parallelism"],
+    "PP2": LAYOUTS["PP2"],
+    "CP2": LAYOUTS["CP2"],
+}
+
+
+@pytest.fixture(scope="module")
+def experts(ranks, folder):
+    """Gated shared experts between dense layers; and latent attention, groups and multi-token prediction."""
+    variants = ["qwen2-moe", "deepseek-mtp"]
+    ranks(1, make_sources, folder, variants, "float32")
+    plain = np.array(ranks(1, plain_training, f"{folder}/qwen2-moe", f"{folder}/store", EXPERT_STEPS)[0])
+    # Plain torch has no loss of multi-token prediction: one rank stands for it, which `test_parity` compares.
+    model, store = f"{folder}/deepseek-mtp", f"{folder}/store"
+    alone = history(ranks(1, train, model, store, f"{folder}/deepseek-mtp alone", {"max_steps": EXPERT_STEPS}))
+    return dict(zip(variants, (plain, alone), strict=True))
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+@pytest.mark.parametrize("variant", ["qwen2-moe", "deepseek-mtp"])
+def test_models_with_experts_train_the_same_at_every_layout(ranks, folder, experts, variant, layout):
+    world_size, options = EXPERT_LAYOUTS[layout]
+    options = {"max_steps": EXPERT_STEPS, **options}
+    values = ranks(world_size, train, f"{folder}/{variant}", f"{folder}/store", f"{folder}/{variant} {layout}", options)
+    np.testing.assert_allclose(history(values), experts[variant], rtol=0, atol=TOLERANCE)
