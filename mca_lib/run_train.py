@@ -8,6 +8,7 @@ Arguments are those of `mca_lib.trainers` (a JSON or YAML file, or flags). The t
 with a checkpoint written, 1 otherwise.
 """
 
+import json
 import logging
 import os
 import sys
@@ -26,9 +27,9 @@ from mca_lib.trainers.arguments import (
     ModelArguments,
     UseMcaArguments,
 )
-from mca_lib.trainers.dpo_trainer import refuse_dpo
 
 if TYPE_CHECKING:
+    from mca_lib.trainers.preference import PreferenceArguments
     from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
 
 type Arguments = tuple[
@@ -126,24 +127,33 @@ def setup_lora_training(model: Any, finetuning_args: FinetuningArguments) -> NoR
 
 
 def pt_mca_train(
-    training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments, data_args: DataArguments
+    training_args: "Seq2SeqTrainingArguments",
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    finetuning_args: FinetuningArguments,
 ) -> None:
     """Pretraining: every token of a document but its first carries loss, as the token store says."""
-    _train(training_args, model_args, data_args)
+    _train(training_args, model_args, data_args, finetuning_args)
 
 
 def sft_mca_train(
-    training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments, data_args: DataArguments
+    training_args: "Seq2SeqTrainingArguments",
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    finetuning_args: FinetuningArguments,
 ) -> None:
     """Supervised fine-tuning: the loss mask of the token store picks the answers."""
-    _train(training_args, model_args, data_args)
+    _train(training_args, model_args, data_args, finetuning_args)
 
 
 def dpo_mca_train(
-    training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments, data_args: DataArguments
-) -> NoReturn:
-    """Refuses: preference optimization is not part of this release."""
-    refuse_dpo()
+    training_args: "Seq2SeqTrainingArguments",
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    finetuning_args: FinetuningArguments,
+) -> None:
+    """Preference optimization on a token store of pairs; the reference is the model that training starts from."""
+    _train(training_args, model_args, data_args, finetuning_args)
 
 
 STAGES = {"pt": pt_mca_train, "sft": sft_mca_train, "dpo": dpo_mca_train}
@@ -156,9 +166,11 @@ def mca_train(
     finetuning_args: FinetuningArguments,
 ) -> None:
     """Train on Megatron-Core. What is not supported is refused before anything is loaded."""
+    if finetuning_args.stage == "dpo":
+        preference_arguments(finetuning_args)
     if finetuning_args.finetuning_type == "lora":
         setup_lora_training(None, finetuning_args)
-    STAGES[finetuning_args.stage](training_args, model_args, data_args)
+    STAGES[finetuning_args.stage](training_args, model_args, data_args, finetuning_args)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -175,7 +187,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
 
 
-def _train(training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments, data_args: DataArguments) -> None:
+def _train(
+    training_args: "Seq2SeqTrainingArguments",
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    finetuning_args: FinetuningArguments,
+) -> None:
     from mca_lib.data.token_store import TokenStore
     from mca_lib.parallel import destroy_model_parallel, initialize_model_parallel
 
@@ -184,6 +201,7 @@ def _train(training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments
     splits = {name: Path(data_args.token_store) / name for name in ("train", "eval")}
     if not splits["train"].is_dir():
         raise DataError(f"token_store={data_args.token_store!r} has no split 'train'")
+    _check_objective(Path(data_args.token_store), finetuning_args.stage)
     training_args.batch_shape(training_args.world_size)
     train_rows = TokenStore.open(splits["train"])
     eval_rows = TokenStore.open(splits["eval"]) if splits["eval"].is_dir() and training_args.do_eval else None
@@ -191,11 +209,37 @@ def _train(training_args: "Seq2SeqTrainingArguments", model_args: ModelArguments
     initialize_model_parallel(training_args, training_args.seed)
 
     from mca_lib.models import AutoModel
-    from mca_lib.trainers import McaTrainer
+    from mca_lib.trainers import DPOTrainer, McaTrainer
 
     model = AutoModel.from_pretrained(directory, training_args)
-    McaTrainer(model, training_args, train_rows, eval_rows).train()
+    if finetuning_args.stage == "dpo":
+        DPOTrainer(model, training_args, train_rows, eval_rows, preference_arguments(finetuning_args)).train()
+    else:
+        McaTrainer(model, training_args, train_rows, eval_rows).train()
     destroy_model_parallel()
+
+
+def preference_arguments(finetuning_args: FinetuningArguments) -> "PreferenceArguments":
+    """The loss that the arguments ask for. Raises ConfigError for values that contradict each other."""
+    from mca_lib.trainers.preference import PreferenceArguments
+
+    names = ("pref_loss", "pref_beta", "dpo_label_smoothing", "simpo_gamma", "pref_ftx")
+    preference = PreferenceArguments(**{name: getattr(finetuning_args, name) for name in names})
+    if finetuning_args.use_ref_model not in (None, preference.needs_reference):
+        needs = "needs a" if preference.needs_reference else "has no"
+        raise ConfigError(
+            f"use_ref_model={finetuning_args.use_ref_model}, but pref_loss={preference.pref_loss!r} {needs} "
+            "reference model: leave it out"
+        )
+    return preference
+
+
+def _check_objective(token_store: Path, stage: str) -> None:
+    """Pairs of answers are for preference optimization alone. A store without meta.json was made by other means."""
+    meta = token_store / "meta.json"
+    objective = json.loads(meta.read_text(encoding="utf-8"))["objective"] if meta.is_file() else stage
+    if (objective == "dpo") != (stage == "dpo"):
+        raise DataError(f"token_store={str(token_store)!r} was made for stage {objective!r}, not {stage!r}")
 
 
 def _set_up_logging() -> None:

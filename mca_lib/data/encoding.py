@@ -180,7 +180,7 @@ def _refuse_foreign_ids(ids: list[int], vocab_size: int, where: str) -> None:
     if largest >= vocab_size or min(ids, default=0) < 0:
         raise DataError(
             f"{where}: token id {largest} is not in the model's vocabulary of {vocab_size}; "
-            "the tokenizer does not belong to this model"
+            "the tokenizer does not belong to this model, or needs rows of checkpoint.resize_vocabulary: true"
         )
 
 

@@ -15,7 +15,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from mca_lib.data.split import hold_out, permutation
 from mca_lib.data.statistics import dataset_digest, split_digest, split_statistics
 from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import DataError
-from mca_lib.tokenizer import load_tokenizer
+from mca_lib.tokenizer import load_tokenizer, tokenizer_size
 
 FORMAT = 1
 MAX_CUT_OFF_FRACTION = 0.5
@@ -82,6 +82,8 @@ def dataset(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     job = DatasetSpec.from_dict(spec)
     summary = validate_sources(job, job.objective)
     tokenizer = _load_tokenizer(job)
+    if job.resize_vocabulary:
+        job = replace(job, vocab_size=max(job.vocab_size, tokenizer_size(tokenizer)))
     encoder = _build_encoder(job, tokenizer)
     output = Path(job.output)
     output.mkdir(parents=True, exist_ok=True)

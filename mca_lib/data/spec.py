@@ -42,6 +42,8 @@ class DatasetSpec:
     """Directory in Hugging Face format that holds the tokenizer."""
     vocab_size: int = 0
     """Of the model: every token id must be below."""
+    resize_vocabulary: bool = False
+    """The model gets rows for the tokenizer's further tokens."""
     output: str = ""
     """Folder to write to, created if missing."""
 

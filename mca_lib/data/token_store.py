@@ -41,6 +41,8 @@ class Row:
     """int64 [S]: restarts from 0 in each document."""
     document_lengths: np.ndarray
     """int64 [N]: sums to S."""
+    documents: np.ndarray
+    """int64 [N]: number of each document in the split."""
 
 
 class TokenStore(Sequence[Row]):
@@ -101,7 +103,7 @@ class TokenStore(Sequence[Row]):
         labels_S[:-1] = np.where(mask_S[1:], input_ids_S[1:], IGNORE_INDEX)
         first_positions_N = np.cumsum(lengths_N) - lengths_N
         position_ids_S = np.arange(len(input_ids_S), dtype=np.int64) - np.repeat(first_positions_N, lengths_N)
-        return Row(input_ids_S, labels_S, position_ids_S, lengths_N)
+        return Row(input_ids_S, labels_S, position_ids_S, lengths_N, documents_N)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))

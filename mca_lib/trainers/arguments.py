@@ -39,10 +39,14 @@ class FinetuningArguments:
     lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters is lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
     lora_target: str = field(default="all", metadata={"help": "Comma-separated module names, or all."})
-    pref_loss: str = field(default="sigmoid", metadata={"help": "Preference loss."})
+    pref_loss: str = field(default="sigmoid", metadata={"help": "sigmoid, hinge, ipo, orpo or simpo."})
     pref_beta: float = field(default=0.1, metadata={"help": "Temperature of the preference loss."})
     pref_ftx: float = field(default=0.0, metadata={"help": "Weight of a supervised term."})
-    use_ref_model: bool = field(default=True, metadata={"help": "Compare with a frozen reference model."})
+    dpo_label_smoothing: float = field(default=0.0, metadata={"help": "Probability of a wrong label; sigmoid only."})
+    simpo_gamma: float = field(default=0.5, metadata={"help": "Margin of the rewards; simpo only."})
+    use_ref_model: bool | None = field(
+        default=None, metadata={"help": "Compare with the initial model; as pref_loss needs it when left out."}
+    )
 
     def __post_init__(self) -> None:
         for name, value, allowed in (

@@ -21,7 +21,7 @@ from megatron.core.transformer.module import Float16Module, MegatronModule
 from mca_lib.parallel import pipeline_communication
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import MicroBatch
-from mca_lib.trainers.loss import TokenLoss, token_loss
+from mca_lib.trainers.loss import Objective, SummedLoss, TokenObjective
 from mca_lib.trainers.training_args import TrainingArguments
 
 
@@ -29,7 +29,10 @@ from mca_lib.trainers.training_args import TrainingArguments
 class StepMetrics:
     """What one step did, the same on every rank."""
 
-    loss_sum: float
+    sums: dict[str, float]
+    """`loss` and the objective's measures, each summed over what is counted."""
+    count: int
+    """What is counted: tokens with loss, or pairs."""
     loss_tokens: int
     tokens: int
     """Tokens that went through the model, padding excluded."""
@@ -37,9 +40,13 @@ class StepMetrics:
     """Before clipping; nan for an evaluation."""
 
     @property
+    def means(self) -> dict[str, float]:
+        """`loss` and the measures, per token with loss or per pair; nan when there is none."""
+        return {name: total / self.count if self.count else math.nan for name, total in self.sums.items()}
+
+    @property
     def loss(self) -> float:
-        """Mean per token with loss; nan when there is none."""
-        return self.loss_sum / self.loss_tokens if self.loss_tokens else math.nan
+        return self.means["loss"]
 
 
 class Engine:
@@ -49,10 +56,13 @@ class Engine:
         chunks: the rank's model chunks, one per virtual pipeline stage.
         args: training arguments.
         total_steps: where the learning rate schedule ends.
+        objective: what is minimized.
     """
 
-    def __init__(self, chunks: Sequence[MegatronModule], args: TrainingArguments, total_steps: int) -> None:
-        self.args = args
+    def __init__(
+        self, chunks: Sequence[MegatronModule], args: TrainingArguments, total_steps: int, objective: Objective
+    ) -> None:
+        self.args, self.objective = args, objective
         self.bare_chunks = list(chunks)
         self.device = current_platform().device
         config = self.bare_chunks[0].config
@@ -73,7 +83,7 @@ class Engine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        reports = self._forward_backward(batches, forward_only=False)
+        reports = self._forward_backward(batches, self.objective, forward_only=False)
         _, grad_norm, _ = self.optimizer.step()
         self.scheduler.step(increment=1)
         return self._metrics(reports, batches, float(grad_norm))
@@ -81,9 +91,22 @@ class Engine:
     @torch.no_grad()
     def evaluate_step(self, batches: Sequence[MicroBatch]) -> StepMetrics:
         """Forward only."""
+        return self._metrics(self.reports(batches, self.objective), batches, math.nan)
+
+    @torch.no_grad()
+    def reports(self, batches: Sequence[MicroBatch], objective: Objective) -> list[dict[str, torch.Tensor]]:
+        """Forward only: what the objective reports of each micro batch; nothing but on the last pipeline stage."""
         for chunk in self.chunks:
             chunk.eval()
-        return self._metrics(self._forward_backward(batches, forward_only=True), batches, math.nan)
+        return self._forward_backward(batches, objective, forward_only=True)
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum of the last pipeline stages' values over replicas and context parallel ranks, on every rank. In place."""
+        dist.all_reduce(values, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
+        return values
 
     @property
     def learning_rate(self) -> float:
@@ -96,10 +119,12 @@ class Engine:
         dist.all_reduce(raised, op=dist.ReduceOp.MAX)
         return bool(raised)
 
-    def _forward_backward(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[dict[str, torch.Tensor]]:
+    def _forward_backward(
+        self, batches: Sequence[MicroBatch], objective: Objective, *, forward_only: bool
+    ) -> list[dict[str, torch.Tensor]]:
         several = len(self.chunks) > 1
         return self._run(
-            forward_step_func=_forward_step,
+            forward_step_func=partial(_forward_step, objective=objective),
             data_iterator=[iter(batches) for _ in self.chunks] if several else iter(batches),
             model=self.chunks if several else self.chunks[0],
             num_microbatches=len(batches),
@@ -112,19 +137,16 @@ class Engine:
     def _metrics(
         self, reports: list[dict[str, torch.Tensor]], batches: Sequence[MicroBatch], grad_norm: float
     ) -> StepMetrics:
-        """Sum the last stage's reports over replicas and context ranks, and tell the other stages."""
-        totals = torch.zeros(3, dtype=torch.float64, device=self.device)
+        names = ("loss_sum", *self.objective.measures, "count")
+        totals = torch.zeros(len(names) + 2, dtype=torch.float64, device=self.device)
         for report in reports:  # empty but on the last stage
-            totals[0] += report["loss_sum"]
-            totals[1] += report["num_tokens"]
+            totals[:-2] += torch.stack([report[name] for name in names])
+        totals[-2] = sum(batch.loss_mask_1S.sum() for batch in batches)
         if parallel_state.get_context_parallel_rank() == 0:
-            totals[2] = sum(batch.num_tokens for batch in batches)
-        dist.all_reduce(totals, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-        if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-            last = parallel_state.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(totals, src=last, group=parallel_state.get_pipeline_model_parallel_group())
-        loss_sum, loss_tokens, tokens = totals.tolist()
-        return StepMetrics(loss_sum, int(loss_tokens), int(tokens), grad_norm)
+            totals[-1] = sum(batch.num_tokens for batch in batches)
+        *sums, count, loss_tokens, tokens = self.total(totals).tolist()
+        named = dict(zip(("loss", *self.objective.measures), sums, strict=True))
+        return StepMetrics(named, int(count), int(loss_tokens), int(tokens), grad_norm)
 
     def _wrap(self, chunk: MegatronModule) -> DistributedDataParallel:
         config = chunk.config
@@ -175,7 +197,9 @@ class Engine:
         )
 
 
-def _forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[torch.Tensor, partial[TokenLoss]]:
+def _forward_step(
+    batches: Iterator[MicroBatch], model: torch.nn.Module, *, objective: Objective
+) -> tuple[torch.Tensor, partial[SummedLoss]]:
     """One micro batch through one chunk, for Megatron's schedule: its output, and what makes a loss of it."""
     batch = next(batches)
     output = model(
@@ -183,6 +207,8 @@ def _forward_step(batches: Iterator[MicroBatch], model: torch.nn.Module) -> tupl
         batch.position_ids_1S,
         None,
         labels=batch.labels_1S,
+        # Turns on the loss of multi-token prediction, which is one per token.
+        loss_mask=batch.loss_mask_1S if isinstance(objective, TokenObjective) else None,
         packed_seq_params=batch.packed,
     )
-    return output, partial(token_loss, loss_mask_1S=batch.loss_mask_1S)
+    return output, partial(objective, batch=batch)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +22,31 @@ class Totals:
     """Counters of the whole run, saved with each checkpoint."""
 
     loss_sum: float = 0.0
+    count: int = 0
+    """What the losses were divided by: tokens with loss, or pairs."""
     loss_tokens: int = 0
     tokens: int = 0
     seconds: float = 0.0
     """Spent in steps, over all attempts."""
-    window_loss_sum: float = 0.0
-    window_loss_tokens: int = 0
+    window_sums: dict[str, float] = field(default_factory=dict)
+    window_count: int = 0
 
     def add(self, metrics: StepMetrics, seconds: float) -> None:
-        self.loss_sum += metrics.loss_sum
+        self.loss_sum += metrics.sums["loss"]
+        self.count += metrics.count
         self.loss_tokens += metrics.loss_tokens
         self.tokens += metrics.tokens
         self.seconds += seconds
-        self.window_loss_sum += metrics.loss_sum
-        self.window_loss_tokens += metrics.loss_tokens
+        self.window_sums = {name: self.window_sums.get(name, 0.0) + value for name, value in metrics.sums.items()}
+        self.window_count += metrics.count
 
-    def window_loss(self) -> float:
-        """Token mean since the last call; nan when no token had loss."""
-        loss = self.window_loss_sum / self.window_loss_tokens if self.window_loss_tokens else math.nan
-        self.window_loss_sum, self.window_loss_tokens = 0.0, 0
-        return loss
+    def window_means(self) -> dict[str, float]:
+        """`loss` and the measures since the last call, per token or per pair; nan when nothing was counted."""
+        means = {
+            n: total / self.window_count if self.window_count else math.nan for n, total in self.window_sums.items()
+        }
+        self.window_sums, self.window_count = {}, 0
+        return means
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

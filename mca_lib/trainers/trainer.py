@@ -1,4 +1,4 @@
-"""`McaTrainer`: the training loop of pretraining and supervised fine-tuning on Megatron-Core.
+"""`McaTrainer`: the training loop on Megatron-Core, as it is for pretraining and supervised fine-tuning.
 
     resume → [ batch → step → log → evaluate? → save? ]* → evaluate → final checkpoint → train_result.json
 
@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,13 @@ from transformers.trainer_utils import IntervalStrategy
 
 from mca_lib.checkpoint.sealed import move_into_place, new_staging
 from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint, save_checkpoint
-from mca_lib.data.token_store import TokenStore
+from mca_lib.data.token_store import Row, TokenStore
 from mca_lib.errors import ConfigError
 from mca_lib.models import VirtualModels
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import Alignment, MicroBatch, collate
 from mca_lib.trainers.engine import Engine, StepMetrics
+from mca_lib.trainers.loss import Objective, TokenObjective
 from mca_lib.trainers.progress import Stopwatch, Totals, TrainingLog
 from mca_lib.trainers.schedule import BatchShape, Schedule
 from mca_lib.trainers.training_args import TrainingArguments
@@ -49,9 +50,11 @@ class TrainResult:
     final_loss: float | None
     """Of the last logged step."""
     train_loss: float | None
-    """Token mean over the whole run."""
+    """Mean over the whole run, per token with loss or per pair."""
     eval_loss: float | None
-    """Token mean over the evaluation split after the last step; None without one."""
+    """The same over the evaluation split after the last step; None without one."""
+    eval_measures: dict[str, float | None]
+    """What else the objective measures there."""
     tokens: int
     """Tokens that went through the model, padding excluded."""
     trained_tokens: int
@@ -96,7 +99,7 @@ class McaTrainer:
             num_train_epochs=args.num_train_epochs,
             max_steps=args.max_steps,
         )
-        self.engine = Engine(list(model), args, self.schedule.total_steps)
+        self.engine = Engine(list(model), args, self.schedule.total_steps, self._objective())
         self.output_dir = Path(args.output_dir)
         self.final_dir = Path(args.final_dir) if args.final_dir else self.output_dir / "final"
         self._alignment = Alignment.of(args)
@@ -109,9 +112,10 @@ class McaTrainer:
             ConfigError: loss or gradient norm is not finite any more.
             SystemExit: with status 143 after SIGTERM, when the checkpoint is written.
         """
+        self._prepare()
         step, totals = self._resume()
         records = TrainingLog(self.output_dir, step) if self._is_rank_0 else None
-        total, watch, final_loss = self.schedule.total_steps, Stopwatch(step), math.nan
+        total, watch, means = self.schedule.total_steps, Stopwatch(step), {"loss": math.nan}
         with _StopRequest() as stop:
             while step < total:
                 began = time.monotonic()
@@ -124,9 +128,9 @@ class McaTrainer:
                 watch.add(metrics.tokens)
                 self._check_finite(step, metrics)
                 if step % max(1, int(self.args.logging_steps)) == 0 or step == total:
-                    final_loss = totals.window_loss()
+                    means = totals.window_means()
                     if records:
-                        records.write(self._record(step, final_loss, metrics, learning_rate, watch.read(step, total)))
+                        records.write(self._record(step, means, metrics, learning_rate, watch.read(step, total)))
                 if step < total and self.args.evaluates_at(step, self.schedule.steps_per_epoch):
                     self._evaluate_and_log(step, records)
                 stopping = self.engine.any_rank(stop.requested) and step < total
@@ -135,13 +139,25 @@ class McaTrainer:
                 if stopping:
                     log.warning("stopped by SIGTERM after step %d of %d; a checkpoint was written", step, total)
                     sys.exit(EXIT_ON_SIGTERM)
-        eval_loss = self._evaluate_and_log(step, records) if self.eval_dataset is not None else None
+        held_out = self._evaluate_and_log(step, records) if self.eval_dataset is not None else {}
         self.save_model(self.final_dir)
-        return self._finish(totals, final_loss, eval_loss)
+        return self._finish(totals, means["loss"], held_out)
 
     def evaluate(self) -> StepMetrics:
-        """Token sums over the whole evaluation split; every row counts once."""
-        assert self.eval_dataset is not None, "evaluate() needs an eval_dataset"
+        """Sums over the whole evaluation split; every row counts once."""
+        steps = [self.engine.evaluate_step(batches) for batches in self._evaluation_batches()]
+        sums = {name: sum(step.sums[name] for step in steps) for name in steps[0].sums}
+        return StepMetrics(
+            sums,
+            sum(step.count for step in steps),
+            sum(step.loss_tokens for step in steps),
+            sum(step.tokens for step in steps),
+            math.nan,
+        )
+
+    def _evaluation_batches(self) -> Iterator[list[MicroBatch]]:
+        """This rank's micro batches of each step of an evaluation, always the same."""
+        assert self.eval_dataset is not None, "an evaluation needs an eval_dataset"
         replicas = self.shape.data_parallel_size
         shape = BatchShape(
             global_batch_size=self.args.per_device_eval_batch_size * replicas * self.shape.micro_batch_multiple,
@@ -149,14 +165,9 @@ class McaTrainer:
             data_parallel_size=replicas,
             micro_batch_multiple=self.shape.micro_batch_multiple,
         )
-        loss_sum, loss_tokens, tokens = 0.0, 0, 0
         for start in range(0, len(self.eval_dataset), shape.global_batch_size):
             rows = range(start, min(start + shape.global_batch_size, len(self.eval_dataset)))
-            metrics = self.engine.evaluate_step(self._batches(self.eval_dataset, rows, shape))
-            loss_sum += metrics.loss_sum
-            loss_tokens += metrics.loss_tokens
-            tokens += metrics.tokens
-        return StepMetrics(loss_sum, loss_tokens, tokens, math.nan)
+            yield self._batches(self.eval_dataset, rows, shape)
 
     def save_model(self, directory: Path) -> None:
         """Write the MCA checkpoint directory of the weights as they are now, whole or not at all."""
@@ -167,8 +178,14 @@ class McaTrainer:
             move_into_place(Path(box[0]), directory)
         dist.barrier()
 
-    def _resume(self) -> tuple[int, Totals]:
+    def _objective(self) -> Objective:
+        return TokenObjective()
+
+    def _prepare(self) -> None:
+        """What has to be done with the weights that the model came with, before any checkpoint is loaded."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
+
+    def _resume(self) -> tuple[int, Totals]:
         found = find_checkpoint(self.output_dir, self._run_identity())
         if found is None:
             return 0, Totals()
@@ -206,20 +223,21 @@ class McaTrainer:
         lengths = [self._alignment.length(rows) for rows in loaded]
         if self.args.pipeline_model_parallel_size > 1:
             lengths = [max(lengths)] * len(lengths)
-        return [
-            collate(
-                rows,
-                length,
-                self._alignment,
-                self.engine.device,
-                parallel_state.get_context_parallel_rank(),
-                parallel_state.get_context_parallel_world_size(),
-            )
-            for rows, length in zip(loaded, lengths, strict=True)
-        ]
+        return [self._collate(store, rows, length) for rows, length in zip(loaded, lengths, strict=True)]
+
+    def _collate(self, store: TokenStore, rows: Sequence[Row], length: int) -> MicroBatch:
+        """One micro batch of `rows`, which are of `store`."""
+        return collate(
+            rows,
+            length,
+            self._alignment,
+            self.engine.device,
+            parallel_state.get_context_parallel_rank(),
+            parallel_state.get_context_parallel_world_size(),
+        )
 
     def _check_finite(self, step: int, metrics: StepMetrics) -> None:
-        for name, value in (("loss", metrics.loss if metrics.loss_tokens else 0.0), ("grad_norm", metrics.grad_norm)):
+        for name, value in (("loss", metrics.loss if metrics.count else 0.0), ("grad_norm", metrics.grad_norm)):
             if not math.isfinite(value):
                 raise ConfigError(
                     f"training diverged: {name} is {value} at step {step}; "
@@ -227,34 +245,41 @@ class McaTrainer:
                 )
 
     def _record(
-        self, step: int, loss: float, metrics: StepMetrics, learning_rate: float, speed: dict[str, float]
+        self,
+        step: int,
+        means: dict[str, float],
+        metrics: StepMetrics,
+        learning_rate: float,
+        speed: dict[str, float],
     ) -> dict[str, Any]:
         return {
             "step": step,
             "total": self.schedule.total_steps,
             "epoch": round(self.schedule.epoch_at(step), 4),
-            "loss": loss,
+            **means,
             "grad_norm": metrics.grad_norm,
             "learning_rate": learning_rate,
             **speed,
             "memory_mb": round(current_platform().peak_memory_bytes() / 2**20, 1),
         }
 
-    def _evaluate_and_log(self, step: int, records: TrainingLog | None) -> float:
-        loss = self.evaluate().loss
+    def _evaluate_and_log(self, step: int, records: TrainingLog | None) -> dict[str, float]:
+        means = self.evaluate().means
         if records:
-            records.write({"step": step, "total": self.schedule.total_steps, "eval_loss": loss})
-        return loss
+            named = {f"eval_{name}": value for name, value in means.items()}
+            records.write({"step": step, "total": self.schedule.total_steps, **named})
+        return means
 
-    def _finish(self, totals: Totals, final_loss: float, eval_loss: float | None) -> TrainResult:
+    def _finish(self, totals: Totals, final_loss: float, held_out: dict[str, float]) -> TrainResult:
         peaks: list[float] = [0.0] * dist.get_world_size()
         dist.all_gather_object(peaks, round(current_platform().peak_memory_bytes() / 2**20, 1))
         result = TrainResult(
             steps=self.schedule.total_steps,
             epochs=round(self.schedule.epoch_at(self.schedule.total_steps), 4),
             final_loss=_finite(final_loss),
-            train_loss=totals.loss_sum / totals.loss_tokens if totals.loss_tokens else None,
-            eval_loss=None if eval_loss is None else _finite(eval_loss),
+            train_loss=totals.loss_sum / totals.count if totals.count else None,
+            eval_loss=_finite(held_out["loss"]) if held_out else None,
+            eval_measures={name: _finite(value) for name, value in held_out.items() if name != "loss"},
             tokens=totals.tokens,
             trained_tokens=totals.loss_tokens,
             tokens_per_second=round(totals.tokens / max(totals.seconds, 1e-9), 1),

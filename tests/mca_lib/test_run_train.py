@@ -11,7 +11,7 @@ import pytest
 
 from mca_lib.errors import ConfigError, DataError, ModelError
 from mca_lib.rank_process import ERRORS_VARIABLE, first_failure, report_failure
-from mca_lib.run_train import data_collator_wrapper, download_model, dpo_mca_train, get_args, main
+from mca_lib.run_train import data_collator_wrapper, download_model, get_args, main
 from tests.mca_lib.trainers.training import make_store, read_json
 
 ARGUMENTS = {"output_dir": "out", "model_name_or_path": "model", "token_store": "store"}
@@ -50,7 +50,9 @@ def test_a_wrong_argument_is_named(tmp_path, changes, named):
     ("changes", "error", "named"),
     [
         ({"finetuning_type": "lora"}, ConfigError, "finetuning_type='lora'"),
-        ({"stage": "dpo"}, ConfigError, "stage='dpo'"),
+        ({"stage": "dpo", "pref_loss": "kto_pair"}, ConfigError, "pref_loss='kto_pair'"),
+        ({"stage": "dpo", "use_ref_model": False}, ConfigError, "use_ref_model=False"),
+        ({"stage": "dpo", "use_ref_model": True, "pref_loss": "orpo"}, ConfigError, "has no reference"),
         ({"use_mca": False}, ConfigError, "use_mca=false"),
         ({"token_store": None}, ConfigError, "token_store is missing"),
         ({"token_store": "/nowhere"}, DataError, "has no split 'train'"),
@@ -72,9 +74,12 @@ def test_a_batch_that_does_not_fit_the_ranks_is_refused_before_the_model_is_look
         main([write(tmp_path / "a.json", token_store=str(store), tensor_model_parallel_size=2)])
 
 
-def test_dpo_is_refused():
-    with pytest.raises(ConfigError, match="dpo"):
-        dpo_mca_train(None, None, None)
+@pytest.mark.parametrize(("stage", "objective"), [("dpo", "sft"), ("dpo", "pt"), ("sft", "dpo"), ("pt", "dpo")])
+def test_a_token_store_of_another_kind_is_refused(tmp_path, stage, objective):
+    store = make_store(tmp_path / "store", rows=2)
+    (store / "meta.json").write_text(json.dumps({"objective": objective}))
+    with pytest.raises(DataError, match=f"was made for stage '{objective}', not '{stage}'"):
+        main([write(tmp_path / "a.json", token_store=str(store), stage=stage)])
 
 
 def test_the_collator_shifts_labels_against_all_else():

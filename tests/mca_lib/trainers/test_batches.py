@@ -16,7 +16,9 @@ def make_row(*lengths: int, seed: int = 0, masked: bool = False) -> Row:
     ends = np.cumsum(lengths)
     labels[ends - 1] = -100
     positions = np.concatenate([np.arange(n) for n in lengths])
-    return Row(ids, np.full_like(labels, -100) if masked else labels, positions, np.array(lengths))
+    return Row(
+        ids, np.full_like(labels, -100) if masked else labels, positions, np.array(lengths), np.arange(len(lengths))
+    )
 
 
 def sums(model: str, micro_batches: list[list[Row]], layout: dict[str, int]) -> list[tuple[float, int]]:
@@ -48,7 +50,7 @@ def sums(model: str, micro_batches: list[list[Row]], layout: dict[str, int]) -> 
                 batch.input_ids_1S, batch.position_ids_1S, None, labels=batch.labels_1S, packed_seq_params=batch.packed
             )
         loss = token_loss(losses, batch.loss_mask_1S)
-        total = torch.stack([loss.loss_sum, loss.num_tokens.float()])
+        total = torch.stack([loss.loss_sum, loss.count.float()])
         dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
         found.append((total[0].item(), int(total[1])))
     return found
@@ -69,6 +71,7 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(ranks, model, wor
         np.concatenate([A.labels, B.labels]),
         np.concatenate([A.position_ids, B.position_ids]),
         np.concatenate([A.document_lengths, B.document_lengths]),
+        np.arange(3),
     )
     batches = [[A], [B], [packed], [A, B]]
     a, b, pack, together = ranks(world_size, sums, model, batches, layout)[0]
@@ -78,7 +81,7 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(ranks, model, wor
 
 
 def test_a_document_does_not_see_the_one_before_it(ranks, model):
-    other_first = Row(A.input_ids.copy(), A.labels.copy(), A.position_ids, A.document_lengths)
+    other_first = Row(A.input_ids.copy(), A.labels.copy(), A.position_ids, A.document_lengths, A.documents)
     other_first.input_ids[:7] = (other_first.input_ids[:7] + 1) % VOCAB
     for row in (first := Row(*vars(A).values()), other_first):
         row.labels[:7] = -100

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.mca_lib.trainers.training import history, make_model, make_store, read_json, train, weights
+from tests.mca_lib.trainers.training import history, kill_in_step, make_model, make_store, read_json, train, weights
 from tests.ranks import RankError
 
 OPTIONS = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2}  # 10 steps
@@ -33,17 +33,7 @@ def folder(ranks, tmp_path_factory) -> Path:
 
 def train_until(model: str, store: str, out: str, options: dict[str, Any], step: int, kill: int) -> None:
     """Train, and send this rank the signal `kill` in the middle of the given step."""
-    from mca_lib.trainers.engine import Engine
-
-    original, done = Engine._forward_backward, []
-
-    def counting(self, batches, *, forward_only):
-        done.append(1)
-        if len(done) == step and (kill == signal.SIGKILL or os.environ["RANK"] == "0"):
-            os.kill(os.getpid(), kill)
-        return original(self, batches, forward_only=forward_only)
-
-    Engine._forward_backward = counting
+    kill_in_step(step, kill)
     train(model, store, out, options)
 
 

@@ -1,6 +1,8 @@
 """What the trainer's tests share: a tiny model, token stores, and a training run as a rank executes it."""
 
 import json
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -79,6 +81,22 @@ def train(model: str, store: str, out: str, options: dict[str, Any]) -> dict[str
     result = McaTrainer(AutoModel.from_pretrained(model, args), args, *stores).train()
     log = [line for line in read_log(Path(out)) if "loss" in line]
     return {"result": asdict(result), "log": log}
+
+
+def kill_in_step(step: int, kill: int) -> None:
+    """From here on, this rank gets the signal `kill` in the middle of the given step; SIGTERM only rank 0."""
+    from mca_lib.trainers.engine import Engine
+
+    original, done = Engine._forward_backward, []
+
+    def counting(self, *args, forward_only):
+        if not forward_only:
+            done.append(1)
+            if len(done) == step and (kill == signal.SIGKILL or os.environ["RANK"] == "0"):
+                os.kill(os.getpid(), kill)
+        return original(self, *args, forward_only=forward_only)
+
+    Engine._forward_backward = counting
 
 
 def plain_training(model: str, store: str, steps: int) -> list[tuple[float, float]]:
