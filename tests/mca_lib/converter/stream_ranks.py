@@ -3,11 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+from tests.mca_lib.converter.limited import status
 from tests.mca_lib.models.factory_ranks import start
 
 
-def bytes_read_at(layout: dict[str, Any], directory: Path) -> tuple[int, int]:
-    """(bytes of weights that this rank read, bytes of its parameters) when it loads a Hugging Face directory."""
+def bytes_read_at(layout: dict[str, Any], directory: Path) -> tuple[int, int, int]:
+    """What loading a Hugging Face directory takes of this rank.
+
+    Returns:
+        (bytes of weights that it read, bytes of its parameters, peak of resident memory beyond that before)
+    """
     from mca_lib.converter.hf_source import HfSource
     from mca_lib.converter.model_converter import ModelConverter
     from mca_lib.models.config import McaModelConfig
@@ -17,11 +22,13 @@ def bytes_read_at(layout: dict[str, Any], directory: Path) -> tuple[int, int]:
     from mca_lib.parallel import tensor_place
 
     args = start(**layout)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from what is resident
+    before = status("VmHWM")
     config = McaModelConfig.from_pretrained(directory)
     models = VirtualModels(McaGPTModel, config, transformer_config(config, args, perform_initialization=False))
     with HfSource(directory) as source:
         ModelConverter(config, tensor_place()).load(models, source)
-        return source.bytes_read, sum(p.nbytes for p in models.parameters())
+        return source.bytes_read, sum(p.nbytes for p in models.parameters()), status("VmHWM") - before
 
 
 def stream(source: Path, target: Path) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def test_rows_are_appended_for_a_larger_vocabulary(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"pipeline": 2}], ids=str)
 def test_rank_reads_what_it_owns_and_no_more(ranks: Any, tmp_path: Path, layout: dict[str, Any]) -> None:
     size = llama_files.make(tmp_path / "hf", num_hidden_layers=4, vocab_size=100)
-    for read, owned in ranks(2, stream_ranks.bytes_read_at, {**layout, "bf16": True}, tmp_path / "hf"):
+    for read, owned, _ in ranks(2, stream_ranks.bytes_read_at, {**layout, "bf16": True}, tmp_path / "hf"):
         assert read == owned
         assert 0.45 * size <= read <= 0.55 * size
 
