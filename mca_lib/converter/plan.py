@@ -84,6 +84,7 @@ def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: 
     config = _as_stored(config, source)
     planned = tuple(entries(config, family))
     problems: dict[str, list[str]] = defaultdict(list)
+    problems.update(_mtp_problem(config, source, family))
     for name, count in Counter(e.mca for e in planned).items():
         if count > 1:
             problems["filled twice"].append(name)
@@ -128,6 +129,16 @@ def _as_stored(config: McaModelConfig, source: Mapping[str, TensorInfo]) -> McaM
     if any(name.startswith(f"model.layers.{i}.") for i in layers for name in source):
         return config
     return replace(config, mtp_num_layers=0)
+
+
+def _mtp_problem(config: McaModelConfig, source: Mapping[str, TensorInfo], family: Family) -> dict[str, list[str]]:
+    """Says that the config counts other multi-token prediction layers than the source has."""
+    field = next((f.hf for f in family.fields if "mtp_num_layers" in f.targets), None)
+    numbers = {int(match[1]) for name in source if (match := re.match(r"model\.layers\.(\d+)\.", name))}
+    found = sum(number >= config.num_layers for number in numbers)
+    if field is None or found == config.mtp_num_layers:
+        return {}
+    return {f"{field} of config.json": [f"{config.mtp_num_layers}, and the files have {found}: set it to {found}"]}
 
 
 def _raise(config: McaModelConfig, problems: dict[str, list[str]]) -> None:

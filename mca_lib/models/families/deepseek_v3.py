@@ -60,10 +60,19 @@ def in_mtp(row: Mapping) -> Mapping:
     return replace(row, mca=row.mca.replace(_MCA, _MTP + "transformer_layer."), layers=None)
 
 
+def _given(hf: HfConfig, name: str, default: int) -> int:
+    return default if hf.get(name) is None else hf[name]
+
+
+def shared_size(hf: HfConfig) -> int | None:
+    """The shared experts are one MLP that is as wide as all of them."""
+    return _given(hf, "n_shared_experts", 1) * hf["moe_intermediate_size"] or None
+
+
 def groups_fit(hf: HfConfig) -> bool:
     """The groups do not limit the choice, or are rated by their two best experts, as Megatron does for this ratio."""
     groups, eligible = hf.get("n_group"), hf.get("topk_group")
-    return groups is None or eligible is None or eligible >= groups or hf["num_experts_per_tok"] // eligible == 2
+    return groups is None or eligible is None or eligible >= groups or hf.get("num_experts_per_tok", 8) // eligible == 2
 
 
 FAMILY = Family(
@@ -96,20 +105,22 @@ FAMILY = Family(
     neutral=(
         *(rule for rule in MOE_NEUTRAL if rule.hf != "auto_map"),
         # The publisher's code, of which transformers has its own version.
-        Neutral("auto_map", (), unless=lambda hf: all("_deepseek." in name for name in hf["auto_map"].values())),
+        Neutral("auto_map", (), unless=lambda hf: all("_deepseek." in str(name) for name in hf["auto_map"].values())),
         Neutral("attention_bias", (False,)),
         Neutral("rope_interleave", (True,)),
         Neutral("norm_topk_prob", (True,)),
         Neutral("scoring_func", ("sigmoid",)),
         Neutral("topk_method", ("noaux_tc",)),
         Neutral("moe_layer_freq", (1,)),
-        Neutral("num_key_value_heads", (), unless=lambda hf: hf["num_key_value_heads"] == hf["num_attention_heads"]),
+        Neutral("num_key_value_heads", (), unless=lambda hf: hf["num_key_value_heads"] == hf.get("num_attention_heads")),
         Neutral("topk_group", (), unless=groups_fit),
     ),
     fixed={"moe.score_function": "sigmoid", "moe.expert_bias": True},
     derived={
-        "moe.layers": lambda hf: tuple(range(hf.get("first_k_dense_replace", 3), hf["num_hidden_layers"])),
-        "moe.shared_ffn_hidden_size": lambda hf: hf.get("n_shared_experts", 1) * hf["moe_intermediate_size"] or None,
+        "moe.layers": lambda hf: tuple(range(_given(hf, "first_k_dense_replace", 3), hf["num_hidden_layers"])),
+        "moe.shared_ffn_hidden_size": lambda hf: (
+            _given(hf, "n_shared_experts", 1) * hf["moe_intermediate_size"] or None
+        ),
     },
     copies=(
         TIED_HEAD,

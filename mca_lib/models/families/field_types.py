@@ -12,7 +12,16 @@ from mca_lib.errors import ModelError
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_OPTIONAL_SIZES = (
+    *("num_key_value_heads", "head_dim"),
+    *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
+    *("n_group", "topk_group", "decoder_sparse_step"),
+    *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
+)
+_COUNTS = (
+    *("num_experts", "num_local_experts", "n_shared_experts", "first_k_dense_replace"),
+    *("num_nextn_predict_layers", "num_mtp_layers"),
+)
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache")
 _ROPES = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
@@ -39,6 +48,10 @@ def _number(value: Any) -> bool:
     return type(value) in (int, float) and math.isfinite(value)
 
 
+def _not_negative(value: Any) -> bool:
+    return _number(value) and value >= 0
+
+
 def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
@@ -56,6 +69,11 @@ _DTYPE = Kind("one of " + ", ".join(_DTYPES), lambda v: v in _DTYPES)
 FIELD_TYPES: dict[str, Kind] = {
     **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), _SIZE),
     "max_position_embeddings": Kind(_SIZE.words, _SIZE.holds, nullable=False),
+    **dict.fromkeys(_COUNTS, Kind("an integer, 0 or more", lambda v: _whole(v) and v >= 0)),
+    "mlp_only_layers": Kind("a list of numbers of layers", lambda v: isinstance(v, list) and all(map(_whole, v))),
+    **dict.fromkeys(("norm_topk_prob", "qkv_bias"), Kind("true or false", lambda v: isinstance(v, bool))),
+    **dict.fromkeys(("routed_scaling_factor", "router_aux_loss_coef"), Kind("a number, 0 or more", _not_negative)),
+    "auto_map": _OBJECT,
     **dict.fromkeys(_FLAGS, Kind("true or false", lambda v: isinstance(v, bool), nullable=False)),
     **dict.fromkeys(_ROPES, _OBJECT),
     "rope_theta": _POSITIVE,

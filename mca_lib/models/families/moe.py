@@ -62,5 +62,5 @@ EXPERT_WEIGHTS = expert_weights(*(f"mlp.experts.{{expert}}.{name}_proj.weight" f
 
 def sparse_layers(hf: HfConfig) -> tuple[int, ...]:
     """Layers with experts of a Qwen model: every `decoder_sparse_step`-th, but for `mlp_only_layers`."""
-    step, dense = hf.get("decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    step, dense = hf.get("decoder_sparse_step") or 1, hf.get("mlp_only_layers") or ()
     return tuple(i for i in range(hf["num_hidden_layers"]) if i not in dense and (i + 1) % step == 0)

@@ -10,6 +10,7 @@ from mca_lib.models.families.moe import (
     shared_expert_weights,
     sparse_layers,
 )
+from mca_lib.models.families.window import SwitchedWindow
 
 FAMILY = Family(
     model_type="qwen2_moe",
@@ -32,4 +33,5 @@ FAMILY = Family(
     neutral=MOE_NEUTRAL,
     fixed={"moe.shared_gate": True},
     derived={"moe.layers": sparse_layers},
+    window=SwitchedWindow(windowed=lambda layer, limit: layer % 2 == 0 and layer < limit),
 )

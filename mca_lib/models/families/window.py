@@ -4,7 +4,9 @@ A rule reads (window, layers without it) as transformers does, where absent, nul
 and writes them back. Window: tokens that a query sees, its own included; None where no layer has one.
 """
 
+import operator
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,11 +77,13 @@ class OneWindow(WindowRule):
 class SwitchedWindow(WindowRule):
     """`use_sliding_window` switches the window on, in the layers that `layer_types` says.
 
-    Without `layer_types` those are the layers from `max_window_layers` on, or all of them where the family has no such
-    field.
+    Without `layer_types` those are the layers that `windowed` says, given `max_window_layers`: those from there on; or
+    all of them where the family has no such field (`by_layer` false).
     """
 
     by_layer: bool = True
+    windowed: Callable[[int, int], bool] = operator.ge
+    """(number of a layer, `max_window_layers`) → does it have the window?"""
     default: int = 4096
     default_max_window_layers: int = 28
 
@@ -94,7 +98,7 @@ class SwitchedWindow(WindowRule):
             first = hf.get("max_window_layers")
             first = self.default_max_window_layers if first is None else first
             types = [
-                "sliding_attention" if window is not None and i >= first else "full_attention"
+                "sliding_attention" if window is not None and self.windowed(i, first) else "full_attention"
                 for i in range(hf["num_hidden_layers"])
             ]
         if "sliding_attention" not in types:
