@@ -106,6 +106,8 @@ def describe_metrics(metrics: dict[str, object]) -> str:
                 parts.append(f"lr {value:.2e}")
             case (("step" | "total" | "done" | "epoch" | "time"), _):
                 continue
+            case str(), _ if "/" in name and not name.endswith(("rewards/margins", "rewards/accuracies")):
+                continue  # one line has no room for all measures of a preference training; the log has them
             case _, float():
                 parts.append(f"{name.replace('_', ' ')} {value:.4g}")
             case _:

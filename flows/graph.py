@@ -37,7 +37,9 @@ PIPELINE: tuple[Node, ...] = (
     Node(
         "dataset",
         ("download",),
-        lambda config, done: DatasetStage(config.dataset, config.training.stage, done["download"]),
+        lambda config, done: DatasetStage(
+            config.dataset, config.training.stage, done["download"], config.checkpoint.resize_vocabulary
+        ),
     ),
     Node("convert", ("download",), lambda config, done: ConvertStage(done["download"], config.checkpoint)),
     Node(

@@ -130,13 +130,22 @@ def _training(values: dict[str, Any]) -> Training:
     return Training(**values)
 
 
+def _short(value: Any) -> str:
+    """A part of the config as text: what is unset is left out, and of consecutive layers the ends are named."""
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_short(v)}" for k, v in value.items() if v is not None and v is not False)
+    if isinstance(value, list) and value == list(range(value[0], value[-1] + 1)):
+        return f"{value[0]} to {value[-1]}"
+    return str(value)
+
+
 def _print(found: Inspection, console: Console) -> None:
     facts = Table(box=None, pad_edge=False, show_header=False)
     facts.add_row("model type", found.config.model_type)
     config = found.config.to_dict()
     for name in _SHOWN:
         if config[name] not in (None, 0, False):
-            facts.add_row(name, json.dumps(config[name]))
+            facts.add_row(name, _short(config[name]))
     facts.add_row("weights", found.weights)
     console.print(facts, highlight=False)
     console.print()

@@ -66,8 +66,14 @@ _SECTION: dict[StageName, str] = {
 _ELSEWHERE: dict[tuple[StageName, str], str] = {("dataset", "identity.objective"): "training.stage"}
 
 
+# Sections of the recipe that are a part of the identity of the stage train.
+_OWN_SECTIONS = ("lora", "dpo")
+
+
 def reason_in_recipe_names(stage: StageName, reason: str) -> str:
     """Why a stage was computed, with its fields named as in the recipe."""
+    for section in _OWN_SECTIONS:
+        reason = reason.replace(f"identity.{section}.", f"{section}.")
     return reason.replace("identity.", f"{_SECTION[stage]}.")
 
 
@@ -77,6 +83,8 @@ def _by_recipe_name(stage: StageName, change: FieldChange) -> FieldChange:
         return replace(change, field=_ELSEWHERE[stage, change.field])
     section = _SECTION[stage]
     field = change.field.removeprefix("identity.")
+    if field.partition(".")[0] in _OWN_SECTIONS:
+        return replace(change, field=field)
     known = PipelineConfig.model_fields[section].annotation.model_fields
     if change.field.startswith("identity.") and field.partition(".")[0].partition("[")[0] in known:
         return replace(change, field=f"{section}.{field}")

@@ -19,7 +19,15 @@ from tasks.download import ModelConfig
 from tasks.evaluate import EvalConfig
 from tasks.export import ExportConfig
 from tasks.section import Execution, Section
-from tasks.train import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig, training_problems
+from tasks.train import (
+    DpoConfig,
+    LauncherConfig,
+    LoraConfig,
+    ParallelConfig,
+    TrainingConfig,
+    preference_problems,
+    training_problems,
+)
 
 
 class StoreConfig(Section):
@@ -68,15 +76,22 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
         yield f"dataset.files: name data files there, or entries of dataset_info.json in dataset.names; {given}"
     if dataset.names and dataset.dataset_dir is None:
         yield "dataset.dataset_dir: required with dataset.names; the folder that holds dataset_info.json"
-    if training.stage == "sft" and dataset.template is None:
-        yield "dataset.template: required for training.stage sft; the chat template's name, for instance qwen"
-    if training.stage == "sft" and dataset.files and dataset.formatting == "text":
+    if training.stage != "pt" and dataset.template is None:
+        yield f"dataset.template: required for training.stage {training.stage}; the chat template's name, e.g. qwen"
+    if training.stage != "pt" and dataset.files and dataset.formatting == "text":
         yield "dataset.formatting: text has no answers to learn; use training.stage pt, or alpaca or sharegpt rows"
+    if training.stage == "dpo" and dataset.files and not dataset.ranking:
+        yield "dataset.ranking: training.stage dpo needs rows with a chosen and a rejected answer; set true, or use sft"
+    if training.stage != "dpo" and dataset.ranking:
+        yield f"dataset.ranking: rows with two answers are for training.stage dpo, not {training.stage}"
+    if training.stage == "dpo" and dataset.train_on_prompt:
+        yield "dataset.train_on_prompt: pairs are compared by their answers alone; use false"
     if training.max_steps == 0:
         yield "training.max_steps: 0 steps train nothing; use -1 to derive them from training.num_train_epochs"
     if training.min_learning_rate > training.learning_rate:
         yield "training.min_learning_rate: greater than training.learning_rate"
     yield from training_problems(training, config.parallel, config.launcher)
+    yield from preference_problems(training, config.dpo)
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -32,7 +32,10 @@ def evaluation_metrics(artifact: Artifact) -> dict[str, Any]:
 
 
 def is_worse(metrics: Mapping[str, Any]) -> bool:
-    """The held-out loss has risen: a learning rate too high, or rows too few."""
+    """The held-out loss has risen, or more pairs are ranked wrong than right: a rate too high, or rows too few."""
+    if "preference" in metrics:
+        # The chosen answers' loss may well rise with the rejected ones' rising more.
+        return metrics["preference"]["reward_accuracy"] < 0.5
     change = metrics["difference"]
     return bool(change) and change["loss"] > 0
 

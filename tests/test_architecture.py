@@ -55,6 +55,7 @@ def test_llamafactory_is_imported_in_one_module():
     [
         ("import flows.cli", HEAVY | {"prefect", "pydantic", "rich"}),
         ("import flows.commands, flows.plan, flows.preflight, flows.graph", HEAVY | {"prefect"}),
+        ("import flows.inspect_command, flows.model_commands, mca_lib.verification.verify", HEAVY | {"prefect"}),
         ("import mca_lib.job, mca_lib.models.registry, mca_lib.data.rows", HEAVY | {"prefect", "tasks"}),
     ],
 )

@@ -15,12 +15,19 @@ from mca_lib.verification.tiny import tiny_config
 
 def unsupported(model_type: str) -> tuple[str, ...]:
     """The config fields that the family refuses, with the values that it accepts."""
-    rules = []
-    for rule in family_of(model_type).neutral:
+    family, rules = family_of(model_type), []
+    for rule in family.neutral:
         accepted = " or ".join(f"`{json.dumps(value)}`" for value in rule.accepted)
         unless = " where it has an effect" if rule.unless else ""
         rules.append(f"`{rule.hf}`{unless}" + (f" other than {accepted}" if accepted else ""))
-    return (*rules, f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in ROPE_TYPES)}")
+    window = inspect.getdoc(type(family.window)).splitlines()[0].rstrip(".")
+    return (
+        f"`architectures` other than `{family.architecture}`",
+        *rules,
+        f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in ROPE_TYPES)}",
+        f"sliding windows, unless they are as follows: {window[0].lower()}{window[1:]}",
+        "`quantization_config` other than FP8 in blocks",
+    )
 
 
 def table_digest(model_type: str) -> str:

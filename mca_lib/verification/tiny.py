@@ -80,6 +80,7 @@ TINY: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "num_experts": 8,
         "norm_topk_prob": True,
+        **WINDOW,
         "mlp_only_layers": [1],
         "rope_parameters": YARN_ROPE,
     },
