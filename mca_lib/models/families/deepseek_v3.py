@@ -64,6 +64,11 @@ def _given(hf: HfConfig, name: str, default: int) -> int:
     return default if hf.get(name) is None else hf[name]
 
 
+def one_key_per_head(hf: HfConfig) -> bool:
+    """Latent attention makes a key and a value for every head."""
+    return hf["num_key_value_heads"] == hf.get("num_attention_heads")
+
+
 def shared_size(hf: HfConfig) -> int | None:
     """The shared experts are one MLP that is as wide as all of them."""
     return _given(hf, "n_shared_experts", 1) * hf["moe_intermediate_size"] or None
@@ -112,7 +117,7 @@ FAMILY = Family(
         Neutral("scoring_func", ("sigmoid",)),
         Neutral("topk_method", ("noaux_tc",)),
         Neutral("moe_layer_freq", (1,)),
-        Neutral("num_key_value_heads", (), unless=lambda hf: hf["num_key_value_heads"] == hf.get("num_attention_heads")),
+        Neutral("num_key_value_heads", (), unless=one_key_per_head),
         Neutral("topk_group", (), unless=groups_fit),
     ),
     fixed={"moe.score_function": "sigmoid", "moe.expert_bias": True},
