@@ -25,6 +25,11 @@ def load_tokenizer(directory: str | Path) -> Any:
         raise ModelError(f"{folder}: no tokenizer can be loaded from it: {missing}{detail:.200}") from None
 
 
+def tokenizer_size(tokenizer: Any) -> int:
+    """Rows that an embedding needs for the tokenizer: its highest id and one."""
+    return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
 def _refuse_malformed(path: Path) -> None:
     """Raise ModelError unless the file holds a JSON object."""
     try:

@@ -17,6 +17,8 @@ class CheckpointConfig(Section):
 
     kind: Literal["gpt", "hybrid"] = "gpt"
     """`gpt`: a transformer; `hybrid`: attention, MLP and Mamba layers by a pattern."""
+    resize_vocabulary: bool = False
+    """Add rows to embedding and output layer where the tokenizer has more tokens than the model; never shrinks."""
     max_logits_difference: float | None = Field(default=1e-3, gt=0)
     """Largest |Δ| of fp32 logits against transformers that the stage accepts; null: unchecked, for a model whose fp32
     weights do not fit into memory twice."""
@@ -49,6 +51,7 @@ class ConvertStage(Stage):
             "model": str(self.model.path),
             "output": str(ctx.staging),
             "max_logits_difference": self.config.max_logits_difference,
+            "resize_vocabulary": self.config.resize_vocabulary,
         }
         result = ctx.run_job("convert", spec)
         if result["logits"] is None:

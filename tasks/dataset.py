@@ -91,6 +91,8 @@ class DatasetStage(Stage):
     config: DatasetConfig
     objective: str
     model: Artifact
+    resize_vocabulary: bool = False
+    """`checkpoint.resize_vocabulary`: tokens beyond the model's vocabulary get rows, and are accepted."""
     digests: Mapping[str, dict[str, JSON]] | None = None
     """Split -> content digest of each of its files by position and name: a moved file changes nothing, and a plan names
     the file that changed. Set by `resolve`."""
@@ -119,6 +121,7 @@ class DatasetStage(Stage):
             "eval_files": self.digests["eval"],
             "entries": self._entries(),
             "vocab_size": self._vocab_size(),
+            "resize_vocabulary": self.resize_vocabulary,
             "libraries": {name: version(name) for name in TOKENIZING_LIBRARIES},
         }
 
@@ -134,6 +137,7 @@ class DatasetStage(Stage):
             "objective": self.objective,
             "tokenizer_dir": str(self.model.path),
             "vocab_size": self._vocab_size(),
+            "resize_vocabulary": self.resize_vocabulary,
             "output": str(ctx.staging),
         }
         result = ctx.run_job("dataset", spec)

@@ -1,7 +1,8 @@
 """The jobs `convert` and `export` of `python -m mca_lib.job`.
 
 convert    {"model": HF directory, "output": directory, "max_logits_difference": 1e-3,
-            "text_files": [...], "prompts": [...]}    the last two are optional; null for the third: logits unchecked
+            "text_files": [...], "prompts": [...],    both optional; null for the third: logits unchecked
+            "resize_vocabulary": false}               true: rows for the tokenizer's further tokens (see `vocabulary`)
 export     {"checkpoint": MCA directory, "output": directory, "dtype": "auto", "max_shard_size": "5GB"}
 """
 
@@ -25,6 +26,8 @@ from mca_lib.converter.stream import convert_hf
 from mca_lib.errors import ModelError, ResourceError
 from mca_lib.memory import available_memory
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
+from mca_lib.models.vocabulary import extra_rows
+from mca_lib.tokenizer import load_tokenizer, tokenizer_size
 
 
 def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -40,13 +43,17 @@ def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     model, output, limit = Path(spec["model"]), Path(spec["output"]), spec["max_logits_difference"]
     if is_mca_checkpoint(model):
         raise ModelError(f"{model}: already an MCA checkpoint; give the directory of a Hugging Face model")
-    if limit is None:
-        return {**convert_hf(model, output, progress=progress), "logits": None}
     config = McaModelConfig.from_pretrained(model)
     with HfSource(model) as source:
         plan = ModelConverter(config).plan(source.tensors)
+        size = tokenizer_size(load_tokenizer(model)) if spec.get("resize_vocabulary") else 0
+        rows = extra_rows(source, config, size)
+        if limit is None:
+            return {**convert_hf(model, output, extra_rows=rows, progress=progress), "logits": None}
         _check_memory(model, plan, config)
-    ids = sample_ids(model, config.vocab_size, config.max_position_embeddings, _texts(spec))
+    ids = sample_ids(
+        model, config.vocab_size, config.max_position_embeddings, _texts(spec), skip_further=size > config.vocab_size
+    )
     reference_SV = hf_logits(model, ids)  # before Megatron is here: what transformers computes, untouched
 
     def check(folder: Path, plan: Plan) -> dict[str, Any]:
@@ -54,7 +61,7 @@ def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         check_difference(difference, limit, str(model))
         return {"logits": difference.to_dict()}
 
-    return convert_hf(model, output, check=check, progress=progress)
+    return convert_hf(model, output, check=check, extra_rows=rows, progress=progress)
 
 
 def export(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -94,7 +101,8 @@ def _compare(folder: Path, plan: Plan, ids: list[int], reference_SV: Any) -> Log
         models = VirtualModels(McaGPTModel, config, transformer_config(config, perform_initialization=False))
         ModelConverter(config).check_targets(models.models, plan)
         load_model(models.models, folder / WEIGHTS_FOLDER)
-        return compare_logits(reference_SV, mca_logits(models, ids))
+        # Tokens that the source lacks have logits of their own, which change none of the others.
+        return compare_logits(reference_SV, mca_logits(models, ids)[:, : reference_SV.shape[1]])
     finally:
         destroy_model_parallel()
 

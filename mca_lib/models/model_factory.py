@@ -27,8 +27,9 @@ from mca_lib.models.flops import training_flops
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.packing import document_bounds, zigzag_index
 from mca_lib.models.transformer_config import transformer_config
-from mca_lib.models.vocabulary import GrownSource, fill_new_rows, tokenizer_size, with_vocabulary
+from mca_lib.models.vocabulary import GrownSource, fill_new_rows, with_vocabulary
 from mca_lib.parallel import tensor_place
+from mca_lib.tokenizer import tokenizer_size
 
 
 class VirtualModels:

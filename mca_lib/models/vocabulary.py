@@ -34,11 +34,6 @@ _BAND = 4096
 """Rows that are read at once."""
 
 
-def tokenizer_size(tokenizer: Any) -> int:
-    """Rows that an embedding needs for the tokenizer: its highest id and one."""
-    return max(tokenizer.get_vocab().values(), default=-1) + 1
-
-
 def with_vocabulary(config: McaModelConfig, size: int) -> McaModelConfig:
     """The config with at least `size` rows; a vocabulary never shrinks."""
     if size <= config.vocab_size:
@@ -76,6 +71,20 @@ def extra_rows(source: HfSource, config: McaModelConfig, size: int) -> dict[str,
     if size <= count:
         return {}
     return {r.mca: new_rows(r.mca, source.slice(r.hf[0]), count, count, size) for r in _vocabulary_rows(config)}
+
+
+@torch.no_grad()
+def grow_transformers(model: Any, size: int) -> None:
+    """Give a model of transformers the rows that its conversion adds for a vocabulary of `size`, in its own dtype."""
+    count = model.config.vocab_size
+    if size <= count:
+        return
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    own = {"embedding.word_embeddings.weight": embedding} | ({} if head is embedding else {"output_layer.weight": head})
+    rows = {name: new_rows(name, weight.cpu(), count, count, size) for name, weight in own.items()}
+    model.resize_token_embeddings(size, mean_resizing=False)
+    for layer, name in zip((model.get_input_embeddings(), model.get_output_embeddings()), rows, strict=False):
+        layer.weight[count:] = rows[name]
 
 
 class GrownSource:

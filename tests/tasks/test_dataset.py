@@ -146,7 +146,9 @@ def test_the_job_knows_every_field_of_the_section_with_the_same_default():
     known = {field.name for field in dataclasses.fields(DatasetSpec)}
     for name, default in DatasetConfig().model_dump(mode="json").items():
         assert getattr(DatasetSpec(), name) == default
-    assert known - set(DatasetConfig.model_fields) == {"objective", "tokenizer_dir", "vocab_size", "output"}
+    assert known - set(DatasetConfig.model_fields) == {
+        *("objective", "tokenizer_dir", "vocab_size", "resize_vocabulary", "output"),
+    }
 
 
 def test_touching_or_moving_a_file_changes_nothing(identity, data, tmp_path):

@@ -333,6 +333,12 @@ def test_ids_beyond_the_models_vocabulary_are_refused(build):
         build(alpaca_rows(20), vocab_size=300)
 
 
+def test_ids_beyond_the_vocabulary_are_accepted_where_the_model_gets_rows_for_them(build, tokenizer):
+    built = build(alpaca_rows(20), vocab_size=300, resize_vocabulary=True)
+    meta = json.loads((built.output / "meta.json").read_text())
+    assert meta["vocab_size"] == built.stats["vocab_size"] == max(tokenizer.get_vocab().values()) + 1 > 300
+
+
 def test_ids_beyond_the_vocabulary_are_refused_in_workers_too(build):
     with pytest.raises(DataError, match="vocabulary of 300"):
         build(alpaca_rows(600), vocab_size=300, num_workers=2)

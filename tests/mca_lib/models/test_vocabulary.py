@@ -10,6 +10,7 @@ import pytest
 from tests.mca_lib.models import vocabulary_ranks
 from tests.mca_lib.models.vocabulary_ranks import NEW, OLD
 from tests.mca_lib.tiny_models import save_hf
+from tests.ranks import RankError
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 
@@ -120,3 +121,29 @@ def transformers_vocabulary(directory: Path) -> tuple[int, int]:
 
     model = AutoModelForCausalLM.from_pretrained(directory)
     return len(model.get_input_embeddings().weight), len(model.get_output_embeddings().weight)
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-tied"])
+def test_convert_job_adds_the_same_rows_once_and_checks_the_old_logits(
+    ranks: Any, variant: str, tmp_path: Path
+) -> None:
+    (size,) = ranks(1, vocabulary_ranks.make_source, tmp_path / "hf", variant)
+    assert size > OLD
+    (result,) = ranks(1, vocabulary_ranks.convert, tmp_path / "hf", tmp_path / "mca", True)
+    assert result["logits"]["max_difference"] < 1e-4
+    assert json.loads((tmp_path / "mca" / "mca_config.json").read_text())["vocab_size"] == size
+    # Loaded with the same tokenizer, nothing is added again.
+    ((_, rows, _, converted),) = ranks(1, vocabulary_ranks.grown, {}, tmp_path / "mca", size)
+    ((*_, loaded),) = ranks(1, vocabulary_ranks.grown, {}, tmp_path / "hf", size)
+    (transformers,) = ranks(1, vocabulary_ranks.grown_by_transformers, tmp_path / "hf", size)
+    assert rows == size
+    assert converted.keys() == loaded.keys() == transformers.keys()
+    for name, value in converted.items():
+        assert np.array_equal(value, loaded[name])
+        assert np.array_equal(value, transformers[name])
+
+
+def test_convert_job_refuses_a_longer_tokenizer_by_the_field_that_would_help(ranks: Any, tmp_path: Path) -> None:
+    ranks(1, vocabulary_ranks.make_source, tmp_path / "hf", "llama")
+    with pytest.raises(RankError, match=r"the vocabulary ends at 98; .*checkpoint\.resize_vocabulary: true"):
+        ranks(1, vocabulary_ranks.convert, tmp_path / "hf", tmp_path / "mca", False)

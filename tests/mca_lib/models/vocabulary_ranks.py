@@ -51,3 +51,42 @@ def tied_weights_are_one(directory: Path) -> bool:
     """On one rank the output layer of a tied model reads the embedding."""
     (model,) = load({}, directory, NEW)
     return model.shared_embedding_or_output_weight() is model.embedding.word_embeddings.weight
+
+
+def make_source(directory: Path, variant: str) -> int:
+    """A Hugging Face directory whose tokenizer has more tokens than the model; returns how many rows they need."""
+    from transformers import AutoTokenizer
+
+    from mca_lib.tokenizer import tokenizer_size
+    from tests.mca_lib.converter import export_ranks
+
+    export_ranks.make_source(directory, variant, "float32")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    words = [f"<word {i}>" for i in range(OLD + 30 - len(tokenizer))]
+    # One that the text of the comparison has, so that the sample holds an id without a row.
+    tokenizer.add_tokens([*words, "harbour"])
+    tokenizer.save_pretrained(directory)
+    return tokenizer_size(tokenizer)
+
+
+def convert(source: Path, target: Path, resize: bool) -> dict[str, Any]:
+    from mca_lib.converter.jobs import convert as job
+
+    spec = {"model": str(source), "output": str(target), "max_logits_difference": 1e-3, "resize_vocabulary": resize}
+    return job(spec, lambda done, total, **_: None)
+
+
+def grown_by_transformers(directory: Path, size: int) -> dict[str, Any]:
+    """Name in the checkpoint → rows of transformers' model after `grow_transformers`."""
+    from transformers import AutoModelForCausalLM
+
+    from mca_lib.models.vocabulary import grow_transformers
+
+    model = AutoModelForCausalLM.from_pretrained(directory)
+    grow_transformers(model, size)
+    assert model.config.vocab_size == size
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == model.config.tie_word_embeddings
+    rows = {"embedding.word_embeddings.weight": model.get_input_embeddings().weight}
+    rows |= {} if tied else {"output_layer.weight": model.get_output_embeddings().weight}
+    return {name: weight.detach().numpy() for name, weight in rows.items()}
