@@ -48,6 +48,6 @@ def _plain(value: Any) -> Any:
         return sorted(map(str, value))
     if value is None or isinstance(value, str | int | float | bool):
         return value
-    if callable(value) and not isinstance(value, type):
+    if inspect.isfunction(value):
         return inspect.getsource(value).strip()
-    return type(value).__name__
+    return getattr(value, "__qualname__", type(value).__name__)  # a builtin, a class, a sentinel

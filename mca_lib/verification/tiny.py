@@ -61,6 +61,8 @@ TINY: dict[str, dict[str, Any]] = {
     "qwen2": {**WINDOW, "max_window_layers": 2, "rope_parameters": YARN_ROPE},
     "qwen2_moe": {
         **EXPERTS,
+        **WINDOW,
+        "max_window_layers": 3,
         "num_experts": 4,
         "decoder_sparse_step": 2,
         "shared_expert_intermediate_size": 24,
