@@ -29,7 +29,8 @@ def save_dropout(directory: Path) -> None:
 def mca(ranks: Any, hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same as MCA checkpoints, each written at another layout."""
     directory = tmp_path_factory.mktemp("mca")
-    ranks(2, factory_ranks.save_at, {"tensor": 2}, hf / "untied", directory / "untied")
+    uneven = {"tensor": 2, "pipeline": 2, "pipeline_layout": "Et*4|L"}
+    ranks(4, factory_ranks.save_at, uneven, hf / "untied", directory / "untied")
     ranks(4, factory_ranks.save_at, {"tensor": 2, "pipeline": 2}, hf / "tied", directory / "tied")
     return directory
 
@@ -42,6 +43,8 @@ def mca(ranks: Any, hf: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, {"tensor": 2}),
         (4, {"tensor": 4}),  # ranks share key/value heads, and one rank's vocabulary is mostly padding
         (2, {"pipeline": 2, "virtual_pipeline": 2}),
+        (2, {"pipeline": 2, "last_stage_layers": 1}),
+        (2, {"pipeline": 2, "virtual_pipeline": 2, "pipeline_layout": "E|t*2|t|tL"}),
         (4, {"tensor": 2, "pipeline": 2, "sequence_parallel": True}),
     ],
 )
