@@ -91,6 +91,7 @@ def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
 def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
     """Put weights, moments, schedule and random states back; all ranks take part."""
     state = TrainerState(**json.loads((path / "trainer.json").read_text()))
+    _check_optimizers(path, state.layout.get("expert", 1), layout(engine)["expert"])
     with translated_failures(path / "state", "read"):
         loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(path / "state"))
     for index, chunk in enumerate(engine.bare_chunks):
@@ -114,7 +115,18 @@ def layout(engine: Engine) -> dict[str, int]:
         "pipeline": parallel_state.get_pipeline_model_parallel_world_size(),
         "chunks": len(engine.chunks),
         "context": parallel_state.get_context_parallel_world_size(),
+        "expert": parallel_state.get_expert_model_parallel_world_size(),
+        "expert tensor": parallel_state.get_expert_tensor_parallel_world_size(),
     }
+
+
+def _check_optimizers(path: Path, saved: int, now: int) -> None:
+    """Megatron (0.19.2) has a second optimizer for experts that are spread over ranks, with a state of its own."""
+    if (saved > 1) != (now > 1):
+        raise CheckpointError(
+            f"{path} was made with expert_model_parallel_size={saved}, this run has {now}: optimizer states go from "
+            "one size above 1 to another, or stay at 1; use another output_dir, or the old size"
+        )
 
 
 def _sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class McaGPTModel(GPTModel, PretrainedModel):
         loss_mask: torch.Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
         mtp_in_postprocess: bool = False,
+        padding_mask: torch.Tensor | None = None,
         *,
         input_ids: torch.Tensor,
         position_ids: torch.Tensor,
@@ -127,6 +128,7 @@ class McaGPTModel(GPTModel, PretrainedModel):
                 attention_mask=attention_mask,
                 rotary_pos_emb=rotary_pos_emb,
                 packed_seq_params=packed_seq_params,
+                padding_mask=padding_mask,
                 embedding=self.embedding,
             )
             _, *predicted = outputs.chunk(1 + self.config.mtp_num_layers)

@@ -1,12 +1,14 @@
 """A run that was killed and resumed ends with the same bits as one that was never interrupted."""
 
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.mca_lib.checkpoint.expert_ranks import make_sources
 from tests.mca_lib.trainers.training import history, kill_in_step, make_model, make_store, read_json, train, weights
 from tests.ranks import RankError
 
@@ -111,6 +113,39 @@ def test_a_checkpoint_resumes_at_another_layout(ranks, folder):
     resumed = ranks(2, train, *places, str(out), {**OPTIONS, "pipeline_model_parallel_size": 2})
     straight = ranks(1, train, *places, str(folder / "straight"), OPTIONS)
     assert abs(history(resumed) - history(straight)).max() < 1e-4
+
+
+EXPERTS = {"expert_model_parallel_size": 2}
+EXPERT_OPTIONS = {"max_steps": 4, "save_steps": 2}
+
+
+@pytest.fixture(scope="module", params=["qwen2-moe", "deepseek-mtp"])
+def killed(request, ranks, folder) -> tuple[str, Path]:
+    """A model with experts, and the output of its training on two expert parallel ranks, killed in step 3."""
+    variant, out = request.param, folder / f"{request.param} killed"
+    ranks(1, make_sources, folder, [variant], "float32")
+    options = {**EXPERT_OPTIONS, **EXPERTS}
+    with pytest.raises(RankError, match="exit -9"):
+        ranks(2, train_until, f"{folder}/{variant}", f"{folder}/store", str(out), options, 3, signal.SIGKILL)
+    return variant, out
+
+
+@pytest.mark.parametrize(("world_size", "other"), [(2, {}), (4, {"pipeline_model_parallel_size": 2})])
+def test_a_model_with_experts_resumes_at_its_own_and_at_another_layout(ranks, folder, killed, world_size, other):
+    variant, out = killed
+    places, resumed = (f"{folder}/{variant}", f"{folder}/store"), folder / f"{variant} on {world_size}"
+    shutil.copytree(out, resumed)
+    values = ranks(world_size, train, *places, str(resumed), {**EXPERT_OPTIONS, **EXPERTS, **other})
+    straight = ranks(1, train, *places, str(folder / f"{resumed.name} straight"), EXPERT_OPTIONS)
+    assert len(history(values)) == 4
+    assert abs(history(values) - history(straight)).max() < 1e-4
+
+
+def test_optimizer_states_of_spread_experts_are_not_gathered(ranks, folder, killed):
+    variant, out = killed
+    places = (f"{folder}/{variant}", f"{folder}/store")
+    with pytest.raises(RankError, match=r"checkpoint-2 was made with expert_model_parallel_size=2, this run has 1"):
+        ranks(2, train, *places, str(out), EXPERT_OPTIONS)
 
 
 def damage(path: Path) -> None:
