@@ -79,6 +79,27 @@ def test_job_converts_to_the_logits_of_transformers_and_exports_bf16(
         assert torch.equal(tensor, before[name] if scale is None else dequantize(before[name], scale, BLOCK)), name
 
 
+def test_deepseek_converts_as_its_dequantized_weights_do(ranks: Any, tmp_path: Path) -> None:
+    """Experts, latent attention and multi-token prediction included; no shape divides by the block."""
+    from safetensors.torch import load_file, save_file
+
+    from mca_lib.converter.stream import convert_hf
+
+    ranks(1, export_ranks.make_source, tmp_path / "hf", "deepseek-mtp")
+    plain = (tmp_path / "hf" / "config.json").read_bytes()
+    quantize_directory(tmp_path / "hf", (10, 12))
+    quantized = convert_hf(tmp_path / "hf", tmp_path / "mca")
+    (tmp_path / "hf" / "config.json").write_bytes(plain)
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("_scale_inv")]:
+        weight = name.removesuffix("_scale_inv")
+        tensors[weight] = dequantize(tensors[weight], tensors.pop(name), (10, 12))
+    save_file(tensors, path, metadata={"format": "pt"})
+    plain = convert_hf(tmp_path / "hf", tmp_path / "plain")
+    assert quantized["parts"]["weights"] == plain["parts"]["weights"]
+
+
 def test_tensor_parallel_ranks_load_the_same_bytes_as_from_the_checkpoint(
     ranks: Any, quantized: Path, tmp_path: Path
 ) -> None:
