@@ -18,6 +18,15 @@ LAYOUTS = {
     "TP2 with sequence parallelism": (2, {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
     "PP2": (2, {"pipeline_model_parallel_size": 2}),
     "PP2 in two chunks": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "PP2 uneven": (2, {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}),
+    "PP2 in two chunks by a layout": (
+        2,
+        {
+            "pipeline_model_parallel_size": 2,
+            "virtual_pipeline_model_parallel_size": 2,
+            "pipeline_model_parallel_layout": "E|t*2|t|tL",
+        },
+    ),
     "CP2": (2, {"context_parallel_size": 2}),
     "micro batch of 2": (1, {"per_device_train_batch_size": 2}),
     "micro batch of 4": (1, {"per_device_train_batch_size": 4}),
