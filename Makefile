@@ -27,7 +27,7 @@ test: setup
 	$(BIN)/python -m pytest
 
 cards: setup
-	$(BIN)/python -W ignore -m mca_lib.verification docs/models
+	@PYTHONWARNINGS=ignore $(BIN)/python -m mca_lib.verification docs/models
 
 lint: setup
 	$(BIN)/ruff check .

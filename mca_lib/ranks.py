@@ -135,7 +135,14 @@ class RankPool:
     def _connect(self) -> Connection:
         if self._connection is None:
             ours, theirs = socket.socketpair()
-            env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+            passive = {"OMP_WAIT_POLICY": "PASSIVE"}  # threads that wait would spin, on the cores of the other ranks
+            env = {
+                **passive,
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(ROOT),
+                "TOKENIZERS_PARALLELISM": "false",
+            }
             env.pop("PYTHONDONTWRITEBYTECODE", None)
             self._server = subprocess.Popen(
                 [sys.executable, "-P", "-m", "mca_lib.ranks", str(theirs.fileno()), str(os.getpid())],

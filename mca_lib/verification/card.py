@@ -209,6 +209,7 @@ def markdown(card: Card) -> str:
         *(f"- {name} {version}" for name, version in card.versions.items()),
         f"- config.json: `{card.config_digest}`",
         f"- weights: `{card.weights_digest}`",
+        f"- made by `{'make cards' if card.table_digest else 'mcaflow verify-model'}`",
         "",
     ]
     if card.config:

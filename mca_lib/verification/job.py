@@ -13,6 +13,9 @@ from typing import Any
 
 from mca_lib.converter.headers import weight_files
 from mca_lib.errors import ResourceError
+from mca_lib.memory import available_memory
+from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
+from mca_lib.models.size import total
 from mca_lib.ranks import RankError, RankPool
 from mca_lib.verification.card import Limits, markdown
 from mca_lib.verification.layouts import STANDARD
@@ -34,7 +37,9 @@ def verify_model(spec: dict[str, Any], progress: Callable[..., None]) -> dict[st
         VerificationFailed: the reference or a generation could not be computed.
     """
     directory, chosen = Path(spec["model"]), spec.get("layouts")
-    _check_space(directory)
+    if not is_mca_checkpoint(directory):  # which `verify` refuses
+        _check_space(directory)
+        _check_memory(directory)
     limits = None
     if spec.get("max_difference") is not None or spec.get("max_kl") is not None:
         limits = Limits(spec.get("max_difference") or CEILING.max_difference, spec.get("max_kl") or CEILING.kl)
@@ -45,12 +50,12 @@ def verify_model(spec: dict[str, Any], progress: Callable[..., None]) -> dict[st
         generate=bool(spec.get("generate")),
         stand_ins=not chosen,
     )
-    done, total = 0, 3 + len(task.layouts) + task.generate
+    done, steps = 0, 3 + len(task.layouts) + task.generate
 
     def tell(text: str) -> None:
         nonlocal done
         done += 1
-        progress(min(done, total), total, text=text)
+        progress(min(done, steps), steps, text=text)
 
     try:
         with RankPool() as pool:
@@ -58,6 +63,15 @@ def verify_model(spec: dict[str, Any], progress: Callable[..., None]) -> dict[st
     except RankError as error:
         raise VerificationFailed(error.summary) from error
     return {"card": json.loads(card.to_json()), "markdown": markdown(card), "problems": card.problems()}
+
+
+def _check_memory(directory: Path) -> None:
+    needed, available = 4 * total(McaModelConfig.from_pretrained(directory)), available_memory()
+    if needed > available:
+        raise ResourceError(
+            f"{directory}: {needed / 1e9:.1f} GB in fp32, and {available / 1e9:.1f} GB of memory are available; "
+            "verify on a larger machine"
+        )
 
 
 def _check_space(directory: Path) -> None:

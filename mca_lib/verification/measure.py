@@ -23,7 +23,7 @@ from mca_lib.models.layout import ARGUMENTS, Layout
 from mca_lib.models.model_factory import VirtualModels
 from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
 from mca_lib.verification.difference import RankReport, Sums, difference
-from mca_lib.verification.reference import LOGITS_FILE
+from mca_lib.verification.reference import LOGITS_FILE, use_cores
 from mca_lib.verification.round_trip import compare_weights
 from mca_lib.verification.sample import Sample
 
@@ -72,6 +72,7 @@ def greedy(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[l
 
 
 def _load(directory: Path, layout: Layout) -> VirtualModels:
+    use_cores()
     sizes = {argument: getattr(layout, field) for field, argument in ARGUMENTS.items()}
     initialize_model_parallel(DistributingParallelArguments(**sizes))
     return AutoModel.from_pretrained(directory, SimpleNamespace(**sizes)).eval()

@@ -3,6 +3,7 @@
 B rows, S tokens of a row, V vocabulary.
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def greedy(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[l
 def _load(directory: Path, attention: str = "eager") -> Any:
     from transformers import AutoModelForCausalLM
 
+    use_cores()
     return AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.float32,
@@ -62,6 +64,12 @@ def _load(directory: Path, attention: str = "eager") -> Any:
         trust_remote_code=False,
         use_safetensors=has_safetensors(directory),
     ).eval()
+
+
+def use_cores() -> None:
+    """Ranks begin with one thread each; here they share the machine's cores."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, cores // int(os.environ["WORLD_SIZE"])))
 
 
 def _logits(model: Any, sample: Sample) -> list[torch.Tensor]:

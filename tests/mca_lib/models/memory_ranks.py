@@ -3,34 +3,42 @@
 from collections.abc import Iterator
 from typing import Any
 
-from tests.mca_lib.tiny_models import hf_config
+from mca_lib.verification.tiny import tiny_config
 
 
-def allocated(variant: str, sizes: dict[str, Any], precision: str, distributed: bool) -> dict[str, int]:
-    """Bytes and place of this rank after one step."""
+def allocated(model_type: str, sizes: dict[str, Any], trainings: list[tuple[str, bool]]) -> list[dict[str, int]]:
+    """For each (precision, distributed optimizer): place of this rank, and bytes after one step."""
+    from mca_lib.models.layout import ARGUMENTS
+    from mca_lib.parallel import initialize_model_parallel
+    from mca_lib.trainers import Seq2SeqTrainingArguments
+
+    layout = {ARGUMENTS[name]: value for name, value in sizes.items()}
+    reports = []
+    for precision, distributed in trainings:
+        args = Seq2SeqTrainingArguments(
+            output_dir="unused", bf16=precision == "bf16", use_distributed_optimizer=distributed, **layout
+        )
+        if not reports:
+            initialize_model_parallel(args)
+        reports.append(_allocated(model_type, args))
+    return reports
+
+
+def _allocated(model_type: str, args: Any) -> dict[str, int]:
     import torch
     from megatron.core import parallel_state
 
     from mca_lib.models import AutoModel
-    from mca_lib.models.layout import ARGUMENTS
     from mca_lib.models.registry import config_from_hf
-    from mca_lib.parallel import initialize_model_parallel
-    from mca_lib.trainers import Seq2SeqTrainingArguments
     from mca_lib.trainers.engine import Engine
+    from mca_lib.trainers.loss import TokenObjective
 
-    args = Seq2SeqTrainingArguments(
-        output_dir="unused",
-        bf16=precision == "bf16",
-        use_distributed_optimizer=distributed,
-        **{ARGUMENTS[name]: value for name, value in sizes.items()},
-    )
-    initialize_model_parallel(args)
-    models = AutoModel.from_config(config_from_hf(hf_config(variant).to_dict()), args)
-    engine = Engine(list(models), args, total_steps=1)
+    models = AutoModel.from_config(config_from_hf(tiny_config(model_type)), args)
+    engine = Engine(list(models), args, 1, TokenObjective())
     engine.optimizer.step()
     biases = [b for m in models for n, b in m.named_buffers() if n.endswith("expert_bias") and b is not None]
     buffers = [b for chunk in engine.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
-    weights = [b.param_data for b in buffers] if distributed else list(models.parameters())
+    weights = [b.param_data for b in buffers] if args.use_distributed_optimizer else list(models.parameters())
     return {
         "stage": parallel_state.get_pipeline_model_parallel_rank(),
         "weights": size(weights) + size(biases),

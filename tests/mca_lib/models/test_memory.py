@@ -12,58 +12,59 @@ from mca_lib.models.memory import StageMemory, Training, chunk_tensors, stage_me
 from mca_lib.models.pipeline import pipeline_chunks
 from mca_lib.models.registry import config_from_hf
 from mca_lib.models.size import local_parts
+from mca_lib.verification.tiny import TINY, tiny_config
 from tests.mca_lib.models import memory_ranks
-from tests.mca_lib.tiny_models import VARIANTS, hf_config
 
 ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "one rank": ("llama-tied", 1, {}),
-    "two replicas": ("qwen3-bias", 2, {}),
-    "TP2, two replicas": ("llama-bias", 4, {"tensor": 2}),
-    "PP2 with a tied output layer": ("llama-tied", 2, {"pipeline": 2}),
+    "one rank": ("qwen3", 1, {}),
+    "two replicas": ("mistral", 2, {}),
+    "TP2, two replicas": ("llama", 4, {"tensor": 2}),
+    "PP2 with a tied output layer": ("qwen3", 2, {"pipeline": 2}),
     "PP2 with two chunks": ("qwen2", 2, {"pipeline": 2, "virtual_pipeline": 2}),
     "CP2 shares the optimizer": ("llama", 2, {"context": 2}),
     "experts over two ranks": ("mixtral", 2, {"expert": 2}),
     "experts whole, the rest halved": (
-        "qwen2-moe",
+        "qwen2_moe",
         2,
         {"tensor": 2, "expert_tensor": 1, "sequence_parallel": True},
     ),
-    "latent attention, expert biases, multi-token prediction": ("deepseek", 2, {"expert": 2}),
+    "latent attention, expert biases, multi-token prediction": ("deepseek_v3", 2, {"expert": 2}),
 }
 
 
-@pytest.mark.parametrize("training", ["bf16 distributed", "bf16", "fp32 distributed", "fp32"])
+TRAININGS = [("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)]
+"""(precision, distributed optimizer)"""
+
+
 @pytest.mark.parametrize("case", ON_RANKS)
-def test_bytes_are_those_that_the_engine_allocates(ranks: Any, case: str, training: str) -> None:
-    variant, world_size, sizes = ON_RANKS[case]
-    precision, distributed = training.split()[0], "distributed" in training
-    config = config_from_hf(hf_config(variant).to_dict())
-    layout = Layout(**sizes)
-    foretold = stage_memory(config, layout, Training(precision, distributed), world_size)
-    found = ranks(world_size, memory_ranks.allocated, variant, sizes, precision, distributed)
-    for report in found:
-        stage = foretold[report["stage"]]
-        assert (report["weights"], report["gradients"]) == (stage.weights, stage.gradients), case
-    for stage in foretold:
-        # Replicas share the optimizer state; each has its part, together they have all of it.
-        held = [report["optimizer"] for report in found if report["stage"] == stage.stage]
-        assert sum(held) == pytest.approx(stage.optimizer * len(held), abs=2 * len(held)), case
+def test_bytes_are_those_that_the_engine_allocates(ranks: Any, case: str) -> None:
+    model_type, world_size, sizes = ON_RANKS[case]
+    config, layout = config_from_hf(tiny_config(model_type)), Layout(**sizes)
+    by_rank = ranks(world_size, memory_ranks.allocated, model_type, sizes, TRAININGS)
+    for training, found in zip(TRAININGS, zip(*by_rank, strict=True), strict=True):
+        foretold = stage_memory(config, layout, Training(*training), world_size)
+        for report in found:
+            stage = foretold[report["stage"]]
+            assert (report["weights"], report["gradients"]) == (stage.weights, stage.gradients), training
+        for stage in foretold:
+            # Replicas share the optimizer state; each has its part, together they have all of it.
+            held = [report["optimizer"] for report in found if report["stage"] == stage.stage]
+            assert sum(held) == pytest.approx(stage.optimizer * len(held), abs=2 * len(held)), training
 
 
 def test_tensors_add_up_to_the_parameters_of_each_part() -> None:
-    for variant in VARIANTS:
-        config = config_from_hf(hf_config(variant).to_dict())
+    for model_type in TINY:
+        config = config_from_hf(tiny_config(model_type))
         layout = Layout(pipeline=2)
         for stage, chunks in enumerate(pipeline_chunks(config.num_layers, config.mtp_num_layers, layout)):
             tensors = [t for chunk in chunks for t in chunk_tensors(config, layout, chunk)]
-            assert sum(t.elements * t.count for t in tensors) == sum(local_parts(config, layout, stage).values()), (
-                variant
-            )
+            counted = sum(local_parts(config, layout, stage).values())
+            assert sum(t.elements * t.count for t in tensors) == counted, model_type
 
 
 @pytest.fixture
 def config() -> McaModelConfig:
-    return config_from_hf(hf_config("llama").to_dict())
+    return config_from_hf(tiny_config("qwen2"))
 
 
 def one_stage(config: McaModelConfig, layout: Layout = Layout(), ranks: int = 1, **training: Any) -> StageMemory:  # noqa: B008
