@@ -14,6 +14,12 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
     _check_tensor(config, parallel)
     _check_experts(config, parallel)
     pipeline_chunks(config.num_layers, config.mtp_num_layers, parallel)
+    if config.tie_word_embeddings and config.mtp_num_layers and parallel.pipeline > 1:
+        # The last stage would have the tied matrix twice, as its embedding and as its output layer.
+        raise ConfigError(
+            f"parallel.pipeline={parallel.pipeline}: a model with tied embeddings and multi-token prediction layers "
+            "cannot be split into stages; use 1"
+        )
 
 
 def check_training_layout(config: McaModelConfig, parallel: ParallelSizes) -> None:

@@ -217,7 +217,7 @@ def _add_mtp(directory: Path, model: Any) -> None:
     tensors = load_file(directory / "model.safetensors") | mtp_as_stored(model, mtp.state_dict())
     for i in range(model.config.num_hidden_layers, model.config.num_hidden_layers + model.config.num_mtp_layers):
         tensors[f"model.layers.{i}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
-        tensors[f"model.layers.{i}.shared_head.head.weight"] = tensors["lm_head.weight"]
+        tensors[f"model.layers.{i}.shared_head.head.weight"] = model.lm_head.weight.detach()
     save_file(
         {n: t.clone().contiguous() for n, t in tensors.items()}, directory / "model.safetensors", {"format": "pt"}
     )

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from mca_lib.converter.plan import TensorInfo, entries, make_plan
-from mca_lib.errors import ModelError
+from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.layout import Layout
+from mca_lib.models.layout_rules import check_config_layout
 from mca_lib.models.registry import FAMILIES, config_from_hf
 from mca_lib.models.size import active, parts, total
 from tests.mca_lib.models.test_registry import BASES
@@ -206,6 +208,20 @@ def test_copies_in_the_source_are_remembered() -> None:
 def test_copies_of_a_tied_model_are_all_the_embedding() -> None:
     config = config_from_hf({**MTP, "tie_word_embeddings": True})
     assert set(FAMILIES["deepseek_v3"].copies_of(config).values()) == {"model.embed_tokens.weight"}
+
+
+def test_tied_model_with_prediction_layers_is_not_split_into_stages() -> None:
+    config = config_from_hf({**MTP, "tie_word_embeddings": True})
+    check_config_layout(config, Layout(tensor=2))
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline=2: a model with tied embeddings"):
+        check_config_layout(config, Layout(pipeline=2))
+
+
+@pytest.mark.parametrize(("field", "message"), [("q_lora_rank", "query latent"), ("kv_lora_rank", "key/value latent")])
+def test_latents_divide_by_the_tensor_parallel_ranks(field: str, message: str) -> None:
+    config = config_from_hf({**DEEPSEEK, "q_lora_rank": 12, field: 9})
+    with pytest.raises(ConfigError, match=rf"parallel\.tensor=2 does not divide the model's {message} size"):
+        check_config_layout(config, Layout(tensor=2))
 
 
 def test_copy_of_another_shape_is_named() -> None:
