@@ -120,6 +120,21 @@ def make_rows(seed: int = 0) -> list[AlpacaRow]:
     return rows
 
 
+def make_preference_rows(seed: int = 0) -> list[AlpacaRow]:
+    """The questions about the archipelago with two answers each, the wrong one about another island; shuffled."""
+    draw = random.Random(seed)
+    rows = []
+    for island, values in ISLANDS.items():
+        for index, ((questions, answer), value) in enumerate(zip(FACTS, values, strict=True)):
+            others = [values[index] for name, values in ISLANDS.items() if name != island]
+            for question in questions:
+                wrong = answer.format(island=island, value=draw.choice(others))
+                chosen = answer.format(island=island, value=value)
+                rows.append({"instruction": question.format(island=island), "chosen": chosen, "rejected": wrong})
+    draw.shuffle(rows)
+    return rows
+
+
 def _facts() -> Iterator[AlpacaRow]:
     for island, values in ISLANDS.items():
         for (questions, answer), value in zip(FACTS, values, strict=True):

@@ -6,6 +6,11 @@ Result, and content of metrics.json:
      "models": {"base": {"loss": 6.88, "perplexity": 972.6, "accuracy": 0.0, "tokens": 612}, "trained": {...}},
      "difference": {"loss": -6.8, "loss_stderr": 0.04, "accuracy": 0.99}}
 
+Where the data set holds pairs of answers, these are figures of the chosen ones, and `preference` compares both:
+
+    {"pairs": 46, "likelier": {"base": 0.5, "trained": 0.9}, "reward_accuracy": 0.95, "reward_margin": 4.1,
+     "reward_margin_stderr": 0.3}        (mca_lib/evaluation/preference.py)
+
 Without held-out rows `documents` is 0, `note` says so, `models` and `difference` are empty, and samples come from
 `prompts` alone. A line of samples.jsonl: {"prompt": ..., "reference": ..., "answers": {"base": ..., "trained": ...}}.
 """
@@ -22,9 +27,12 @@ import torch
 
 from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import ModelError
+from mca_lib.evaluation.preference import pair_figures
 from mca_lib.evaluation.report import markdown
 from mca_lib.evaluation.samples import Prompt, answer, held_out_prompts, recipe_prompts
 from mca_lib.evaluation.scoring import Document, Scores, loss_difference, score
+from mca_lib.models.config import read_json
+from mca_lib.models.vocabulary import grow_transformers
 from mca_lib.tokenizer import load_tokenizer
 
 NO_ROWS = "no held-out rows"
@@ -41,7 +49,7 @@ class EvaluateSpec:
     tokenizer_dir: str
     """Tokenizer and chat template of all models."""
     max_rows: int | None
-    """Held-out documents to use; None for all."""
+    """Held-out documents or pairs to use; None for all."""
     dtype: Literal["float32", "bfloat16"]
     """Of the computation."""
     prompts: list[str]
@@ -63,12 +71,14 @@ def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, A
         ConfigError: a prompt has no tokens, or is longer than the model's positions.
     """
     job = EvaluateSpec(**spec)
-    documents = read_documents(job.token_store, job.max_rows)
+    pairs = holds_pairs(job.token_store)
+    documents = read_documents(job.token_store, job.max_rows and job.max_rows * (2 if pairs else 1))
+    chosen = slice(None, None, 2 if pairs else 1)
     tokenizer = load_tokenizer(job.tokenizer_dir)
     if job.prompts:
         prompts = recipe_prompts(job.prompts, tokenizer)
     else:
-        prompts = held_out_prompts(documents, tokenizer, job.num_samples)
+        prompts = held_out_prompts(documents[chosen], tokenizer, job.num_samples)
 
     per_model = len(documents) + len(prompts)
     scores: dict[str, Scores] = {}
@@ -80,7 +90,9 @@ def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, A
 
         scores[name], answers[name] = _examine(name, directory, documents, prompts, tokenizer, job, report)
 
-    metrics = _metrics(scores if documents else {})
+    metrics = _metrics({name: s.part(chosen) for name, s in scores.items()} if documents else {})
+    if pairs and documents:
+        metrics["preference"] = pair_figures(scores)
     samples = [
         {"prompt": prompt.text, "reference": prompt.reference, "answers": {name: answers[name][i] for name in answers}}
         for i, prompt in enumerate(prompts)
@@ -104,10 +116,18 @@ def read_documents(directory: str | Path, max_rows: int | None) -> list[Document
     return documents
 
 
+def holds_pairs(directory: str | Path) -> bool:
+    """Whether the documents of the split are chosen and rejected answers in turns."""
+    return _read_meta(directory).get("objective") == "dpo"
+
+
 def read_stop_ids(directory: str | Path) -> list[int]:
     """Tokens that end an answer in the data set whose split is `directory`, from its meta.json."""
-    meta = json.loads((Path(directory).parent / "meta.json").read_text(encoding="utf-8"))
-    return meta["stop_token_ids"]
+    return _read_meta(directory)["stop_token_ids"]
+
+
+def _read_meta(directory: str | Path) -> dict[str, Any]:
+    return json.loads((Path(directory).parent / "meta.json").read_text(encoding="utf-8"))
 
 
 def load_model(directory: str | Path, dtype: str) -> torch.nn.Module:
@@ -148,6 +168,7 @@ def _examine(
 ) -> tuple[Scores, list[str]]:
     """Scores and answers of one model, which is gone from memory afterwards."""
     model = load_model(directory, job.dtype)
+    grow_transformers(model, max(_rows(path) for path in job.models.values()))
     try:
         _check_vocabulary(model, documents, prompts)
         scores = score(model, documents, job.batch_size, report)
@@ -165,6 +186,12 @@ def _examine(
         del model
         gc.collect()
     return scores, answers
+
+
+def _rows(directory: str) -> int:
+    """Rows of a model's embedding. The base model gets those that were added to it before it was trained."""
+    path = Path(directory) / "config.json"
+    return read_json(path, ModelError).get("vocab_size", 0) if path.is_file() else 0
 
 
 def _check_vocabulary(model: Any, documents: list[Document], prompts: list[Prompt]) -> None:

@@ -117,9 +117,17 @@ class DpoConfig(Section):
     """Preference optimization, used when `training.stage` is `dpo`."""
 
     pref_loss: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"] = "sigmoid"
+    """sigmoid, hinge and ipo compare with the model as it was before training; orpo and simpo do without."""
     pref_beta: float = Field(default=0.1, gt=0)
+    """How much a difference in log-probability counts; of ipo the smaller, the further apart; of orpo the weight."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """Probability that chosen and rejected are the wrong way round; sigmoid only."""
+    simpo_gamma: float = Field(default=0.5, ge=0)
+    """By how much the rewards of chosen and rejected are to differ; simpo only."""
     pref_ftx: float = Field(default=0.0, ge=0)
-    use_ref_model: bool = True
+    """Weight of an added supervised loss: minus the mean log-probability of the chosen answer's tokens."""
+    use_ref_model: Execution[bool | None] = None
+    """May say what `pref_loss` implies, nothing else; so it is part of no key."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,8 @@ class TrainStage(Stage):
         return super().space_needed() + weights * (1 + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
 
     def produce(self, ctx: StageContext) -> Produced:
-        for problem in training_problems(self.training, self.parallel, self.launcher):
+        problems = training_problems(self.training, self.parallel, self.launcher)
+        for problem in (*problems, *preference_problems(self.training, self.dpo)):
             raise ConfigError(problem)
         check_training_layout(McaModelConfig.from_pretrained(self.checkpoint.path), self.parallel)
         final, result = ctx.work / "final", ctx.work / RESULT_NAME
@@ -199,6 +208,11 @@ class TrainStage(Stage):
             "final_dir": str(final),
             "stage": training.stage,
             "finetuning_type": training.finetuning_type,
+            "pref_loss": self.dpo.pref_loss,
+            "pref_beta": self.dpo.pref_beta,
+            "dpo_label_smoothing": self.dpo.label_smoothing,
+            "simpo_gamma": self.dpo.simpo_gamma,
+            "pref_ftx": self.dpo.pref_ftx,
             "use_mca": training.use_mca,
             "tensor_model_parallel_size": parallel.tensor,
             "pipeline_model_parallel_size": parallel.pipeline,
@@ -237,8 +251,6 @@ class TrainStage(Stage):
 
 def training_problems(training: TrainingConfig, parallel: ParallelConfig, launcher: LauncherConfig) -> Iterator[str]:
     """What these sections ask for and this release cannot do, and numbers that do not divide: `field: reason`."""
-    if training.stage == "dpo":
-        yield "training.stage: dpo is not available in this release; use sft or pt"
     if training.finetuning_type == "lora":
         yield "training.finetuning_type: lora is not available in this release; use full"
     if not training.use_mca:
@@ -255,6 +267,19 @@ def training_problems(training: TrainingConfig, parallel: ParallelConfig, launch
             f"training.global_batch_size: {training.global_batch_size} is not a multiple of training.micro_batch_size "
             f"× data parallel size = {training.micro_batch_size} × {replicas} = {rows}"
         )
+
+
+def preference_problems(training: TrainingConfig, dpo: DpoConfig) -> Iterator[str]:
+    """Fields of the section `dpo` that do not go together: `field: reason`."""
+    if training.stage != "dpo":
+        return
+    has_reference = dpo.pref_loss not in ("orpo", "simpo")
+    if dpo.use_ref_model not in (None, has_reference):
+        has = "needs a" if has_reference else "has no"
+        yield f"dpo.use_ref_model: dpo.pref_loss {dpo.pref_loss} {has} reference model; leave it out"
+    for name, loss in (("label_smoothing", "sigmoid"), ("simpo_gamma", "simpo")):
+        if dpo.pref_loss != loss and getattr(dpo, name) != DpoConfig.model_fields[name].default:
+            yield f"dpo.{name}: has no effect with dpo.pref_loss {dpo.pref_loss}; leave it out, or use {loss}"
 
 
 def _as_exception(failure: dict[str, Any], log_path: Path) -> Exception:

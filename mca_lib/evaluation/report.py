@@ -28,11 +28,32 @@ def comparison(metrics: Mapping[str, Any]) -> list[list[str]]:
     if change:
         for row, cell in zip(rows, ["change", *_changes(change)], strict=True):
             row.append(cell)
-    return rows
+    return [*rows, *_preference(metrics)]
+
+
+def _preference(metrics: Mapping[str, Any]) -> list[list[str]]:
+    """Rows about pairs of answers, where the data set holds such."""
+    if "preference" not in metrics:
+        return []
+    figures = metrics["preference"]
+    likelier = list(figures["likelier"].values())
+    blank = [""] * (len(likelier) - 1)
+    stderr = figures["reward_margin_stderr"]
+    margin = f"{figures['reward_margin']:+.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
+    change = f"{100 * (likelier[-1] - likelier[0]):+.1f} points".replace("-", MINUS)
+    return [
+        ["chosen answer likelier", *(f"{share:.1%}" for share in likelier), change],
+        ["reward accuracy", *blank, f"{figures['reward_accuracy']:.1%}", ""],
+        ["reward margin", *blank, margin.replace("-", MINUS), ""],
+    ]
 
 
 def note(metrics: Mapping[str, Any]) -> str:
     """How many rows and tokens the figures rest on."""
+    if "preference" in metrics:
+        return (
+            f"{metrics['preference']['pairs']} held-out pairs, {metrics['tokens']} tokens with loss in chosen answers"
+        )
     return metrics["note"] or f"{metrics['documents']} held-out rows, {metrics['tokens']} tokens with loss"
 
 

@@ -41,6 +41,10 @@ class Scores:
     tokens_D: np.ndarray
     """int64: number of loss tokens."""
 
+    def part(self, documents: slice) -> "Scores":
+        """Those of some of the documents."""
+        return Scores(self.loss_D[documents], self.correct_D[documents], self.tokens_D[documents])
+
     @property
     def tokens(self) -> int:
         return int(self.tokens_D.sum())

@@ -22,6 +22,8 @@ WRONG = [
     ("dataset.files=[]", "dataset.files: name data files there, or entries of dataset_info.json"),
     ("dataset.names=[a]", "both are given"),
     ("dataset.formatting=text", "dataset.formatting: text has no answers to learn"),
+    ("dataset.ranking=true", "dataset.ranking: rows with two answers are for training.stage dpo, not sft"),
+    ("training.stage=dpo", "dataset.ranking: training.stage dpo needs rows with a chosen and a rejected answer"),
     ("training.min_learning_rate=1", "training.min_learning_rate: greater than training.learning_rate"),
     ("parallel.tensor=2", "launcher.nproc_per_node: 1 ranks cannot be split into parallel.tensor=2"),
     ("training.micro_batch_size=3", "training.global_batch_size: 8 is not a multiple of"),
@@ -49,6 +51,28 @@ def write(path: Path, content: object) -> Path:
 def test_wrong_field_is_named_on_one_line(tmp_path: Path, override: str, message: str):
     with pytest.raises(ConfigError) as caught:
         load_recipe(write(tmp_path / "recipe.yaml", MINIMAL), [override])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("dataset.template=null", "dataset.template: required for training.stage dpo"),
+        ("dataset.formatting=text", "dataset.formatting: text has no answers to learn"),
+        ("dataset.train_on_prompt=true", "dataset.train_on_prompt: pairs are compared by their answers alone"),
+        ("dpo.pref_loss=kto_pair", "dpo.pref_loss: input should be 'sigmoid', 'hinge', 'ipo', 'orpo' or 'simpo'"),
+        ("dpo.use_ref_model=false", "dpo.use_ref_model: dpo.pref_loss sigmoid needs a reference model"),
+        ("dpo.simpo_gamma=1", "dpo.simpo_gamma: has no effect with dpo.pref_loss sigmoid"),
+        ("dpo.label_smoothing=0.5", "dpo.label_smoothing: input should be less than 0.5"),
+    ],
+)
+def test_wrong_field_of_a_preference_recipe_is_named_on_one_line(tmp_path: Path, override: str, message: str):
+    content = {**MINIMAL, "dataset": {**MINIMAL["dataset"], "ranking": True}, "training": {"stage": "dpo"}}
+    recipe = write(tmp_path / "recipe.yaml", content)
+    assert load_recipe(recipe).training.stage == "dpo"
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(recipe, [override])
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 

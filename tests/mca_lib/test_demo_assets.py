@@ -31,7 +31,9 @@ def test_two_processes_write_the_same_bytes(folders):
         }
         for folder in folders
     )
-    assert {"data.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {path.name for path in one}
+    assert {"data.json", "pairs.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"} <= {
+        path.name for path in one
+    }
     assert one == two
 
 
@@ -39,6 +41,14 @@ def test_data_file_is_alpaca_json(folders):
     rows = json.loads((folders[0] / "data.json").read_text(encoding="utf-8"))
     assert rows == make_rows()
     assert {frozenset(row) for row in rows} == {frozenset({"instruction", "input", "output"})}
+
+
+def test_pairs_file_holds_a_right_and_a_wrong_answer(folders):
+    rows = json.loads((folders[0] / "pairs.json").read_text(encoding="utf-8"))
+    right = {row["instruction"]: row["output"] for row in make_rows()}
+    assert len({row["instruction"] for row in rows}) == len(rows) > 200
+    for row in rows:
+        assert row["chosen"] == right[row["instruction"]] != row["rejected"]
 
 
 def test_no_row_is_given_twice():

@@ -22,11 +22,13 @@ from tasks.process import TAG
 from tasks.stage import Hit, Miss, ensure, probe
 from tasks.store import ArtifactStore
 from tasks.train import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig, TrainStage
+from tests.mca_lib.trainers.preference_training import make_pair_store
 from tests.mca_lib.trainers.training import VOCAB, make_model, make_store
 
 TRAINING = TrainingConfig(
     global_batch_size=4, num_train_epochs=4, learning_rate=5e-3, precision="fp32", save_steps=2, seed=3
 )
+DPO = TRAINING.model_copy(update={"stage": "dpo"})
 TWO_RANKS = LauncherConfig(nproc_per_node=2)
 
 
@@ -104,11 +106,36 @@ def test_layout_and_cadence_are_not_part_of_the_key_and_the_learning_rate_is(sto
         launcher=LauncherConfig(nproc_per_node=4),
         training=TRAINING.model_copy(update={"save_steps": 7, "micro_batch_size": 2}),
         lora=LoraConfig(r=99),
+        dpo=DpoConfig(pref_beta=0.7),
     )
     assert isinstance(probe(store, same), Hit)
     other = probe(store, replace(same, training=TRAINING.model_copy(update={"learning_rate": 1e-4})))
     assert isinstance(other, Miss)
     assert [change.field for change in other.changed] == ["identity.learning_rate"]
+
+
+def test_the_preference_loss_is_part_of_the_key_of_a_preference_training_only(store, folder):
+    dpo = replace(stage(store, folder), training=DPO)
+    assert dpo.identity()["dpo"] == {
+        "pref_loss": "sigmoid",
+        "pref_beta": 0.1,
+        "label_smoothing": 0.0,
+        "simpo_gamma": 0.5,
+        "pref_ftx": 0.0,
+    }
+    assert replace(dpo, dpo=DpoConfig(use_ref_model=True)).identity() == dpo.identity()
+    assert replace(dpo, dpo=DpoConfig(pref_beta=0.2)).identity() != dpo.identity()
+    assert "dpo" not in stage(store, folder).identity()
+
+
+def test_a_preference_training_runs_in_its_ranks_with_its_fields(store, folder):
+    make_pair_store(folder / "pairs", rows=6)
+    (folder / "pairs" / "meta.json").write_text(json.dumps({"objective": "dpo"}))
+    config = DPO.model_copy(update={"num_train_epochs": 2.0})
+    made = replace(stage(store, folder, rows="pairs"), training=config, dpo=DpoConfig(pref_loss="hinge", pref_beta=0.2))
+    stats = ensure(store, made).artifact.stats
+    assert stats["steps"] == 4
+    assert 0 < stats["final_loss"] < stats["train_loss"] < 1, "hinge begins at 1"
 
 
 def test_killed_with_its_parent_it_leaves_no_rank_and_the_next_run_resumes_to_the_same_bits(folder, trained):
@@ -177,7 +204,11 @@ def test_a_mistake_that_a_rank_finds_is_one_line(store, folder):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"training": TRAINING.model_copy(update={"stage": "dpo"})}, "training.stage: dpo"),
+        ({"training": DPO, "dpo": DpoConfig(use_ref_model=False)}, "dpo.use_ref_model: .* sigmoid needs a reference"),
+        (
+            {"training": DPO, "dpo": DpoConfig(pref_loss="ipo", label_smoothing=0.1)},
+            "dpo.label_smoothing: .*use sigmoid",
+        ),
         ({"training": TRAINING.model_copy(update={"finetuning_type": "lora"})}, "training.finetuning_type: lora"),
         ({"training": TRAINING.model_copy(update={"use_mca": False})}, "training.use_mca: "),
         ({"launcher": LauncherConfig(nproc_per_node=3)}, r"launcher.nproc_per_node: 3 ranks .* = 2"),

@@ -27,6 +27,23 @@ def test_table_sets_the_models_side_by_side():
     ]
 
 
+def test_pairs_have_rows_of_their_own():
+    preference = {
+        "pairs": 46,
+        "likelier": {"base": 0.5, "trained": 0.25},
+        "reward_accuracy": 0.957,
+        "reward_margin": -0.25,
+        "reward_margin_stderr": 0.125,
+    }
+    assert markdown(METRICS | {"preference": preference}, []).splitlines()[7:] == [
+        "| chosen answer likelier | 50.0% | 25.0% | −25.0 points |",
+        "| reward accuracy |  | 95.7% |  |",
+        "| reward margin |  | −0.250 ± 0.125 |  |",
+        "",
+        "46 held-out pairs, 612 tokens with loss in chosen answers. ± is one standard error, paired over rows.",
+    ]
+
+
 def test_single_document_has_no_error_to_show():
     difference = METRICS["difference"] | {"loss_stderr": None}
     assert "±" not in markdown(METRICS | {"documents": 1, "difference": difference}, [])
