@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from mca_lib.errors import ConfigError
+from mca_lib.models.config import read_hf_config
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
 from tasks.section import Section
@@ -42,7 +43,8 @@ class ConvertStage(Stage):
 
     def space_needed(self) -> int:
         weights = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
-        return super().space_needed() + weights
+        quantized = read_hf_config(self.model.path).get("quantization_config") is not None
+        return super().space_needed() + weights * (2 if quantized else 1)  # FP8 becomes bf16
 
     def produce(self, ctx: StageContext) -> Produced:
         if self.config.kind == "hybrid":

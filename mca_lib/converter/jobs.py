@@ -49,7 +49,8 @@ def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         size = tokenizer_size(load_tokenizer(model)) if spec.get("resize_vocabulary") else 0
         rows = extra_rows(source, config, size)
         if limit is None:
-            return {**convert_hf(model, output, extra_rows=rows, progress=progress), "logits": None}
+            result = convert_hf(model, output, read_back=True, extra_rows=rows, progress=progress)
+            return {**result, "logits": None}
         _check_memory(model, plan, config)
     ids = sample_ids(
         model, config.vocab_size, config.max_position_embeddings, _texts(spec), skip_further=size > config.vocab_size

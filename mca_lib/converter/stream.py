@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mca_lib.checkpoint.digest import checkpoint_digest, rows_digest, tensor_row
+from mca_lib.checkpoint.digest import checkpoint_digest, rows_digest, tensor_row, weights_digest
 from mca_lib.checkpoint.publish import published
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER, expected_shapes
@@ -23,7 +23,7 @@ from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
 from mca_lib.converter.plan import Plan
 from mca_lib.converter.workers import WORKERS, Scratch, one_thread_per_operation
-from mca_lib.errors import ModelError
+from mca_lib.errors import CheckpointError, ModelError
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 from mca_lib.models.naming import stored_key
 
@@ -35,6 +35,7 @@ def convert_hf(
     output: str | Path,
     *,
     check: Check | None = None,
+    read_back: bool = False,
     extra_rows: Mapping[str, torch.Tensor] | None = None,
     workers: int = WORKERS,
     progress: Progress = no_progress,
@@ -45,6 +46,7 @@ def convert_hf(
         output: absent or an empty folder.
         check: gets the folder with the whole checkpoint and the plan before it is published; what it raises ends the
             conversion, what it returns is added to the result.
+        read_back: read what was written and compare its digest; for a checkpoint that no `check` loads.
         extra_rows: name in the checkpoint (embedding, output layer) → rows to append, for a larger vocabulary.
 
     Returns:
@@ -53,6 +55,7 @@ def convert_hf(
     Raises:
         ModelError: the model is unsupported, damaged or inconsistent, or a weight is not a finite number.
         ConfigError: `output` is there.
+        CheckpointError: what was read back is not what was written.
     """
     source, output = Path(source), Path(output)
     if is_mca_checkpoint(source):
@@ -63,6 +66,8 @@ def convert_hf(
         config = plan.config(config)
         stream = _Stream(config, plan, hf, dict(extra_rows or {}))
         weights = stream.write(folder / WEIGHTS_FOLDER, workers, progress)
+        if read_back and weights_digest(folder / WEIGHTS_FOLDER) != weights:
+            raise CheckpointError(f"{output}: what was read back is not what was written; check disk and memory")
         copy_side_files(source, folder)
         stream.target_config.save_pretrained(folder)
         result = {

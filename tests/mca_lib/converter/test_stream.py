@@ -11,10 +11,11 @@ import torch
 
 from mca_lib.checkpoint.digest import checkpoint_digest
 from mca_lib.checkpoint.reader import CheckpointReader
+from mca_lib.converter import stream
 from mca_lib.converter.export import export_hf
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.stream import convert_hf
-from mca_lib.errors import ConfigError, ModelError
+from mca_lib.errors import CheckpointError, ConfigError, ModelError
 from tests.mca_lib.converter import export_ranks, limited, llama_files, stream_ranks
 from tests.mca_lib.models import factory_ranks
 from tests.ranks import RankError
@@ -53,6 +54,24 @@ def test_digest_made_on_the_way_is_that_of_the_files(tmp_path: Path) -> None:
     llama_files.make(tmp_path / "hf")
     result = convert_hf(tmp_path / "hf", tmp_path / "mca")
     assert checkpoint_digest(tmp_path / "mca") == {"digest": result["digest"], "parts": result["parts"]}
+
+
+def test_disk_that_changes_a_byte_is_found_by_reading_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llama_files.make(tmp_path / "hf")
+    write = stream.write_checkpoint
+
+    def write_badly(directory: Path, *args: Any, **options: Any) -> None:
+        write(directory, *args, **options)
+        with (directory / "__0_1.distcp").open("r+b") as file:
+            file.seek(-5000, 2)
+            byte = file.read(1)
+            file.seek(-5000, 2)
+            file.write(bytes([byte[0] ^ 1]))
+
+    monkeypatch.setattr(stream, "write_checkpoint", write_badly)
+    with pytest.raises(CheckpointError, match="what was read back is not what was written"):
+        convert_hf(tmp_path / "hf", tmp_path / "mca", read_back=True)
+    assert not (tmp_path / "mca").exists()
 
 
 def test_two_conversions_write_the_same_bytes(tmp_path: Path) -> None:
