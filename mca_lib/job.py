@@ -14,6 +14,7 @@ import errno
 import importlib
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -103,4 +104,6 @@ def _write_atomically(path: Path, content: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
+    # An orderly end: what a job has begun to write goes with it.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main())

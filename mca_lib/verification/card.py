@@ -1,6 +1,7 @@
 """A verification card: what was compared, at which layouts, how close it came. Markdown with JSON inside. No torch."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -117,7 +118,7 @@ class Card:
         return found
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1, ensure_ascii=False)
+        return json.dumps(_finite({"format": FORMAT, **asdict(self)}), indent=1, ensure_ascii=False, allow_nan=False)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
@@ -126,18 +127,29 @@ class Card:
         if (found := values.pop("format", None)) != FORMAT:
             raise CheckpointError(f"card: format {found!r} is not {FORMAT}; generate it again")
         values["limits"] = Limits(**values["limits"])
-        values["own_difference"] = Measured(**values["own_difference"])
+        values["own_difference"] = _measured(values["own_difference"])
         values["layouts"] = tuple(_layout(r) for r in values["layouts"])
-        values["sensitivity"] = tuple(
-            Sensitivity(s["change"], Measured(**s["measured"])) for s in values["sensitivity"]
-        )
+        values["sensitivity"] = tuple(Sensitivity(s["change"], _measured(s["measured"])) for s in values["sensitivity"])
         values["unsupported"] = tuple(values["unsupported"])
         values["generations"] = Generations(**values["generations"]) if values["generations"] else None
         return cls(**values)
 
 
+def _finite(value: Any) -> Any:
+    """JSON has no word for what is not a number: null stands for it."""
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _measured(values: dict[str, Any]) -> Measured:
+    return Measured(**{k: math.nan if v is None else v for k, v in values.items()})
+
+
 def _layout(values: dict[str, Any]) -> LayoutResult:
-    measured = {k: Measured(**values[k]) if values[k] else None for k in ("everything", "with_loss")}
+    measured = {k: _measured(values[k]) if values[k] else None for k in ("everything", "with_loss")}
     return LayoutResult(**{**values, **measured, "different": tuple(values["different"])})
 
 

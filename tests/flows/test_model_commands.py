@@ -152,3 +152,16 @@ def test_verify_model_that_is_killed_leaves_no_process(model: Path, tmp_path: Pa
         run.send_signal(signal.SIGKILL)
         run.wait()
     assert psutil.wait_procs(family, timeout=20)[1] == []
+
+
+def test_convert_that_is_terminated_leaves_nothing(model: Path, tmp_path: Path) -> None:
+    run = subprocess.Popen(command("convert", model, "out", "--check"), cwd=tmp_path, env=environment(tmp_path))
+    try:
+        while not list(tmp_path.glob("out-partial-*")):  # the job has begun to write
+            assert run.poll() is None
+            time.sleep(0.01)
+    finally:
+        run.terminate()
+    assert run.wait() in (0, 143)  # it may have been at its end
+    assert list(tmp_path.glob("out-partial-*")) == []
+    assert os.listdir(tmp_path / "tmp") == []

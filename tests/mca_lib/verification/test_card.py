@@ -69,6 +69,14 @@ def test_a_card_is_read_from_its_document(tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["llama.md"]
 
 
+def test_what_is_not_a_number_stays_so(tmp_path: Path) -> None:
+    broken = WRONG["not a number"][0]
+    write_card(broken, tmp_path / "card.md")
+    found = read_card(tmp_path / "card.md")
+    assert math.isnan(found.layouts[0].everything.max_difference)
+    assert len(found.problems()) == 1
+
+
 def test_a_document_without_a_card_is_named(tmp_path: Path) -> None:
     path = tmp_path / "llama.md"
     path.write_text("# llama\n")

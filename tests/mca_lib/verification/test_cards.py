@@ -67,6 +67,18 @@ def test_the_index_is_that_of_the_cards(tmp_path: Path) -> None:
     assert {path.stem for path in CARDS.glob("*.md")} == {*FAMILIES, "README"}
 
 
+def test_real_weights_are_verified_down_to_what_they_say() -> None:
+    """SmolLM2-135M: 9 heads do not divide by 2, so TP3 stands in for TP2."""
+    card = read_card(CARDS / "real" / "SmolLM2-135M-Instruct.md")
+    assert card.problems() == []
+    assert card.parameters == 134_515_008
+    measured = {result.layout: result for result in card.layouts if result.everything}
+    assert {"one rank", "TP3", "TP3×SP", "PP2", "PP2×VPP3", "CP2"} <= measured.keys()
+    assert all((r.tensors, r.different, r.everything.top1) == (272, (), 1.0) for r in measured.values())
+    generations = card.generations
+    assert (generations.prompts, generations.tokens, generations.identical) == (5, 32, 5)
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen3_moe"])
 def test_a_card_can_be_generated_again(ranks: Any, model_type: str) -> None:
     """A cheap part of it: rounding may differ between machines, so figures are compared by the limits."""
