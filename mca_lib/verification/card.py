@@ -68,6 +68,8 @@ class Sensitivity:
 
     change: str
     measured: Measured
+    required: bool = True
+    """False: a change so small that the noise of a large model may cover it; shown all the same."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ class Card:
         found = [f"{r.layout}: {p}" for r in self.layouts if (p := r.problem(self.limits))]
         if not any(r.everything for r in self.layouts):
             found.append("no layout was measured")
-        found += [f"not noticed: {s.change}" for s in self.sensitivity if not self.limits.exceeded(s.measured)]
+        found += [
+            f"not noticed: {s.change}" for s in self.sensitivity if s.required and not self.limits.exceeded(s.measured)
+        ]
         if self.generations and self.generations.identical != self.generations.prompts:
             found.append(f"greedy generations: {self.generations.first_difference}")
         return found
@@ -129,7 +133,8 @@ class Card:
         values["limits"] = Limits(**values["limits"])
         values["own_difference"] = _measured(values["own_difference"])
         values["layouts"] = tuple(_layout(r) for r in values["layouts"])
-        values["sensitivity"] = tuple(Sensitivity(s["change"], _measured(s["measured"])) for s in values["sensitivity"])
+        changes = [s | {"measured": _measured(s["measured"])} for s in values["sensitivity"]]
+        values["sensitivity"] = tuple(Sensitivity(**change) for change in changes)
         values["unsupported"] = tuple(values["unsupported"])
         values["generations"] = Generations(**values["generations"]) if values["generations"] else None
         return cls(**values)

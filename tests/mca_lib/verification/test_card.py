@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from mca_lib.errors import CheckpointError
-from mca_lib.verification.card import Card, Generations, LayoutResult, Limits, Sensitivity, read_card, write_card
+from mca_lib.verification.card import (
+    Card,
+    Generations,
+    LayoutResult,
+    Limits,
+    Sensitivity,
+    markdown,
+    read_card,
+    write_card,
+)
 from mca_lib.verification.difference import Measured
 
 CLOSE, FAR = Measured(480, 1e-5, 1e-12, 1.0), Measured(480, 0.3, 1e-4, 0.9)
@@ -57,6 +66,14 @@ def test_what_is_wrong_is_said(case: str) -> None:
     card, message = WRONG[case]
     assert len(card.problems()) == 1
     assert re.search(message, card.problems()[0])
+
+
+def test_a_change_that_noise_may_cover_is_shown_and_not_required(tmp_path: Path) -> None:
+    card = replace(CARD, sensitivity=(Sensitivity("one weight off", CLOSE, required=False),))
+    assert card.problems() == []
+    write_card(card, tmp_path / "card.md")
+    assert read_card(tmp_path / "card.md") == card
+    assert "| one weight off | 1e-05 | 1e-12 | **no** |" in markdown(card)
 
 
 def test_a_card_is_read_from_its_document(tmp_path: Path) -> None:
