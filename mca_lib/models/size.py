@@ -1,7 +1,7 @@
 """How many parameters a model has, in each of its parts, over all or on one rank. No torch, nothing allocated.
 
 Counted from the weight table of the family, which is also what a conversion fills: the figures are those of the
-model that is built.
+model that is built. The biases that balance experts count as `router`, though no gradient reaches them.
 
     embedding attention mlp experts shared_experts router norms head mtp
 """

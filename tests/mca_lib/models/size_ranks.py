@@ -27,6 +27,7 @@ def held(sizes: dict[str, Any], variants: list[str]) -> dict[str, tuple[tuple[in
     from megatron.core import parallel_state
 
     from mca_lib.models import AutoModel
+    from mca_lib.models.naming import checkpoint_parameters
     from mca_lib.models.registry import config_from_hf
     from mca_lib.parallel import initialize_model_parallel
     from tests.mca_lib.models.layouts import layout_args
@@ -38,7 +39,9 @@ def held(sizes: dict[str, Any], variants: list[str]) -> dict[str, tuple[tuple[in
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_expert_tensor_parallel_rank(),
     )
-    return {
-        v: (place, AutoModel.from_config(config_from_hf(hf_config(v).to_dict()), args).num_parameters())
-        for v in variants
-    }
+    counts = {}
+    for variant in variants:
+        models = AutoModel.from_config(config_from_hf(hf_config(variant).to_dict()), args)
+        # By checkpoint: the experts' biases are no parameters to torch.
+        counts[variant] = (place, sum(t.numel() for model in models for _, t in checkpoint_parameters(model)))
+    return counts

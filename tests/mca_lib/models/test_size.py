@@ -36,8 +36,9 @@ def test_total_is_transformers_count(variant: str) -> None:
 
 
 def config_extra(config: Any) -> int:
-    """Parameters that transformers does not build: those of multi-token prediction."""
-    return size.parts(config)["mtp"]
+    """What transformers does not count: multi-token prediction, and the experts' biases, which are buffers."""
+    biases = len(config.moe.layers) * config.moe.num_experts if config.moe and config.moe.expert_bias else 0
+    return size.parts(config)["mtp"] + biases
 
 
 def test_parts_of_a_published_model() -> None:
