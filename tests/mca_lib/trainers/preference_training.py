@@ -21,20 +21,21 @@ MEASURES = (
 
 
 def make_pair_store(directory: Path, rows: int, *, split: str = "train", seed: int = 0, packed: bool = True) -> Path:
-    """`rows` rows of one to three pairs of random tokens; without `packed` the same pairs, one per row.
+    """`rows` rows of one to three pairs of random tokens, or without `packed` the same pairs, one per row.
 
     Prompts and answers have 2 to 8 tokens; there are few distinct tokens, and chosen answers have smaller ones.
     """
     random = np.random.default_rng(seed)
     with TokenStoreWriter(directory / split) as writer:
         for _ in range(rows):
-            pairs = [_pair(random) for _ in range(random.integers(1, 4))]
+            pairs = [make_pair(random) for _ in range(random.integers(1, 4))]
             for row in [[document for pair in pairs for document in pair]] if packed else pairs:
                 writer.add_row(row)
     return directory
 
 
-def _pair(random: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
+def make_pair(random: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens, loss mask) of a chosen and of a rejected answer to one prompt."""
     prompt = random.integers(0, 12, random.integers(2, 9))
     answers = [random.integers(low, low + 8, random.integers(2, 9)) for low in (0, 4)]
     return [
