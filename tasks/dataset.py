@@ -46,7 +46,7 @@ class DatasetConfig(Section):
     formatting: Literal["alpaca", "sharegpt", "text"] = "alpaca"
     """Layout of the rows of `files`; `text` is plain text for pretraining."""
     ranking: bool = False
-    """Rows hold a chosen and a rejected answer."""
+    """Rows of `files` hold a chosen and a rejected answer, for `training.stage: dpo`."""
     columns: dict[str, str] = Field(default_factory=dict)
     """LLaMA-Factory's column map, for instance `{prompt: question, response: answer}`."""
     tags: dict[str, str] = Field(default_factory=dict)
@@ -60,9 +60,11 @@ class DatasetConfig(Section):
     prompt, false also removes the thoughts that answers have."""
     cutoff_len: int = Field(default=1024, ge=8, le=2**20)
     """Longest training sequence, in tokens. A longer conversation keeps its beginning; one whose answers are all beyond
-    is dropped, and the stage fails when these are more than half of the rows. Plain text is cut into pieces instead."""
+    is dropped, and the stage fails when these are more than half of the rows. Plain text is cut into pieces instead.
+    It bounds each of two answers with its prompt; a pair that is cut so that nothing tells them apart is dropped."""
     packing: bool = True
-    """Put several documents into one sequence; they never see each other."""
+    """Put several documents into one sequence; they never see each other. Pairs of answers share one of up to
+    2 × `cutoff_len` tokens."""
     train_on_prompt: bool = False
     """Put loss on the prompt too."""
     mask_history: bool = False
