@@ -17,9 +17,7 @@ OPTIONS = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2}  # 10 
 PREFERENCE: dict[str, Any] = {}
 
 LAYOUTS = {
-    "one rank": (1, {}),
     "DP2 bf16": (2, {"bf16": True}),
-    "PP2 in two chunks": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     "CP2": (2, {"context_parallel_size": 2}),
 }
 
