@@ -37,7 +37,7 @@ class DatasetSpec:
     seed: int = 42
     num_workers: int = 1
     objective: str = "sft"
-    """`sft` or `pt`."""
+    """`pt`, `sft` or `dpo`, as `training.stage`."""
     tokenizer_dir: str = ""
     """Directory in Hugging Face format that holds the tokenizer."""
     vocab_size: int = 0
@@ -58,8 +58,6 @@ class DatasetSpec:
         for name in ("tokenizer_dir", "vocab_size", "output"):
             if not getattr(spec, name):
                 raise ConfigError(f"dataset: {name} is missing")
-        if spec.objective not in ("sft", "pt", "dpo"):
-            raise ConfigError(
-                f"dataset: unknown objective {spec.objective!r}{suggestion(spec.objective, ['sft', 'pt'])}"
-            )
+        if spec.objective not in OBJECTIVES:
+            raise ConfigError(f"dataset: unknown objective {spec.objective!r}{suggestion(spec.objective, OBJECTIVES)}")
         return spec

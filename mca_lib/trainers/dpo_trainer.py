@@ -72,7 +72,7 @@ class DPOTrainer(McaTrainer):
             return
         stores = {"train": self.train_dataset, "eval": self.eval_dataset}
         sizes = {split: store.num_documents for split, store in stores.items() if store is not None}
-        steps = {"train": _Again(self._first_epoch), "eval": _Again(self._evaluation_batches)}
+        steps = {"train": self._first_epoch, "eval": self._evaluation_batches}
         # One run for all layouts and losses: what differs between them does not enter these numbers.
         self._reference = reference_logps(self.output_dir, self.engine, self._data_identity(), sizes, steps)
 
@@ -93,16 +93,6 @@ class DPOTrainer(McaTrainer):
 
     def _run_identity(self) -> dict[str, Any]:
         return super()._run_identity() | {"preference": vars(self.preference)}
-
-
-class _Again:
-    """An iterable that begins anew each time."""
-
-    def __init__(self, generate: Any) -> None:
-        self._generate = generate
-
-    def __iter__(self) -> Iterator[Sequence[PairBatch]]:
-        return self._generate()
 
 
 def _refuse_half_pairs(store: TokenStore) -> None:

@@ -12,7 +12,7 @@ model came with.
 
 import logging
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,15 @@ NAME = "reference"
 log = logging.getLogger(__name__)
 
 type Steps = Iterable[Sequence[PairBatch]]
-"""This rank's micro batches of each step."""
+"""This rank's micro batches of each step, without a reference in them."""
 
 
 def reference_logps(
-    output_dir: Path, engine: Engine, run: Mapping[str, Any], sizes: Mapping[str, int], steps: Mapping[str, Steps]
+    output_dir: Path,
+    engine: Engine,
+    run: Mapping[str, Any],
+    sizes: Mapping[str, int],
+    steps: Mapping[str, Callable[[], Steps]],
 ) -> dict[str, np.ndarray]:
     """The log-probabilities of each split, float64 [D], the same on every rank; all ranks take part.
 
@@ -43,7 +47,7 @@ def reference_logps(
         engine: holds the weights of the reference, that is those which the model came with.
         run: what the run is about.
         sizes: documents of each split.
-        steps: micro batches of each split, without a reference in them.
+        steps: for each split, what yields its micro batches.
 
     Raises:
         CheckpointError: those that are kept there are of a run with other settings, or of another model.
@@ -51,10 +55,10 @@ def reference_logps(
     """
     kept = _read(output_dir / NAME, run, sizes, engine.device)
     if kept is not None:
-        _check_model(output_dir / NAME, kept, engine, steps)
+        _check_model(output_dir / NAME, kept, engine, next(iter(steps["train"]())))
         return kept
     log.info("log-probabilities of the reference model: %d documents", sum(sizes.values()))
-    found = {split: _compute(engine, steps[split], size) for split, size in sizes.items()}
+    found = {split: _compute(engine, steps[split](), size) for split, size in sizes.items()}
     if dist.get_rank() == 0:
         staging = new_staging(output_dir)
         for split, values_D in found.items():
@@ -109,13 +113,12 @@ def _read(
     return kept if whole else None
 
 
-def _check_model(path: Path, kept: dict[str, np.ndarray], engine: Engine, steps: Mapping[str, Steps]) -> None:
-    """Ask the model again for one step; rounding differs between layouts, another model differs by far more."""
-    split = next(iter(steps))
-    again_D = _compute(engine, [next(iter(steps[split]))], len(kept[split]))
+def _check_model(path: Path, kept: dict[str, np.ndarray], engine: Engine, first: Sequence[PairBatch]) -> None:
+    """Ask the model again for the first step of training. Layouts differ by rounding, another model by far more."""
+    again_D = _compute(engine, [first], len(kept["train"]))
     asked = np.isfinite(again_D)
     tolerance = 0.05 if engine.args.bf16 else 1e-3
-    if not np.allclose(again_D[asked], kept[split][asked], rtol=tolerance, atol=tolerance):
+    if not np.allclose(again_D[asked], kept["train"][asked], rtol=tolerance, atol=tolerance):
         raise CheckpointError(
             f"{path} holds log-probabilities of another model than the one that training starts from: "
             "use another output_dir, or remove it"
