@@ -140,3 +140,31 @@ def test_rows_that_are_no_pairs_are_refused(ranks, folder):
     make_store(folder / "texts", rows=6)
     with pytest.raises(RankError, match=r"DataError: token store .*: row \d has an odd number of documents"):
         ranks(1, train, f"{folder}/model", f"{folder}/texts", f"{folder}/refused", {"max_steps": 1}, {})
+
+
+def refusal(config: dict) -> str | None:
+    from types import SimpleNamespace
+
+    from mca_lib.errors import ConfigError
+    from mca_lib.trainers.dpo_trainer import _refuse_token_losses
+
+    fields = {"num_moe_experts": None, "moe_aux_loss_coeff": 0.0, "mtp_num_layers": None} | config
+    try:
+        _refuse_token_losses(SimpleNamespace(config=SimpleNamespace(**fields)))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({}, None),
+        ({"num_moe_experts": 4}, None),
+        ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}, "auxiliary loss of experts"),
+        ({"mtp_num_layers": 1}, "multi-token prediction"),
+    ],
+)
+def test_losses_that_megatron_divides_by_the_same_count_are_refused(ranks, config, named):
+    (found,) = ranks(1, refusal, config)
+    assert (found is None) if named is None else named in found
