@@ -55,13 +55,21 @@ PIPELINE: tuple[Node, ...] = (
             dpo=config.dpo,
         ),
     ),
-    Node("export", ("train",), lambda config, done: ExportStage(done["train"], config.export)),
+    Node("export", ("convert", "train"), lambda config, done: _export(config, done)),
     Node(
         "evaluate",
         ("download", "dataset", "export"),
         lambda config, done: EvaluateStage(done["download"], done["export"], done["dataset"], config.eval),
     ),
 )
+
+
+def _export(config: PipelineConfig, done: Artifacts) -> ExportStage:
+    """LoRA trains an adapter, which is put on the model that it was trained on."""
+    if config.training.finetuning_type == "lora":
+        return ExportStage(done["convert"], config.export, adapter=done["train"])
+    return ExportStage(done["train"], config.export)
+
 
 NODES: dict[StageName, Node] = {node.name: node for node in PIPELINE}
 

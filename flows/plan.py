@@ -83,7 +83,7 @@ def _by_recipe_name(stage: StageName, change: FieldChange) -> FieldChange:
         return replace(change, field=_ELSEWHERE[stage, change.field])
     section = _SECTION[stage]
     field = change.field.removeprefix("identity.")
-    if field.partition(".")[0] in _OWN_SECTIONS:
+    if stage == "train" and field.partition(".")[0] in _OWN_SECTIONS:
         return replace(change, field=field)
     known = PipelineConfig.model_fields[section].annotation.model_fields
     if change.field.startswith("identity.") and field.partition(".")[0].partition("[")[0] in known:

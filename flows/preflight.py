@@ -13,6 +13,7 @@ from typing import Any
 
 from flows.plan import make_plan
 from flows.recipe import PipelineConfig
+from mca_lib.adapters.targets import target_names
 from mca_lib.converter.headers import check_weights
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.rows import validate_sources
@@ -58,6 +59,8 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
     hf_config = _read_config(model_dir)
     check_hf_config(hf_config)
     check_layout(hf_config, config.parallel)
+    if config.training.finetuning_type == "lora":
+        target_names(config_from_hf(hf_config), config.lora.target_modules)
     positions = hf_config.get("max_position_embeddings")
     if isinstance(positions, int) and config.dataset.cutoff_len > positions:
         raise ConfigError(

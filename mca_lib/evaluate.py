@@ -25,6 +25,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from mca_lib.adapters.peft_files import is_adapter
 from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import ModelError
 from mca_lib.evaluation.preference import pair_figures
@@ -130,8 +131,11 @@ def _read_meta(directory: str | Path) -> dict[str, Any]:
     return json.loads((Path(directory).parent / "meta.json").read_text(encoding="utf-8"))
 
 
-def load_model(directory: str | Path, dtype: str) -> torch.nn.Module:
+def load_model(directory: str | Path, dtype: str, base: str | Path | None = None) -> torch.nn.Module:
     """A causal language model in evaluation mode, from safetensors files alone, on the GPU where there is one.
+
+    Args:
+        base: the model of a PEFT adapter directory, into which the adapter is merged.
 
     Raises:
         ModelError: there is no such model, or a weight is missing, which transformers would fill with random numbers.
@@ -139,6 +143,10 @@ def load_model(directory: str | Path, dtype: str) -> torch.nn.Module:
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    if base is not None and is_adapter(directory):
+        from peft import PeftModel
+
+        return PeftModel.from_pretrained(load_model(base, dtype), str(directory)).merge_and_unload().eval()
     if not (Path(directory) / "config.json").is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
     try:
@@ -167,7 +175,7 @@ def _examine(
     report: Callable[[int], None],
 ) -> tuple[Scores, list[str]]:
     """Scores and answers of one model, which is gone from memory afterwards."""
-    model = load_model(directory, job.dtype)
+    model = load_model(directory, job.dtype, job.models.get("base"))
     grow_transformers(model, max(_rows(path) for path in job.models.values()))
     try:
         _check_vocabulary(model, documents, prompts)

@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from mca_lib.errors import ConfigError, DataError, ModelError
 from mca_lib.progress import ProgressHandler
@@ -29,6 +29,7 @@ from mca_lib.trainers.arguments import (
 )
 
 if TYPE_CHECKING:
+    from mca_lib.models import VirtualModels
     from mca_lib.trainers.preference import PreferenceArguments
     from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
 
@@ -119,11 +120,23 @@ def data_collator_wrapper(
     return wrapper
 
 
-def setup_lora_training(model: Any, finetuning_args: FinetuningArguments) -> NoReturn:
-    """Refuses: adapters on Megatron-Core are not part of this release."""
-    raise ConfigError(
-        f"finetuning_type='lora' (lora_rank={finetuning_args.lora_rank}) is not supported yet: use 'full'"
-    )
+def setup_lora_training(
+    model: "VirtualModels", finetuning_args: FinetuningArguments, seed: int = 42, base_digest: str | None = None
+) -> "VirtualModels":
+    """Freeze the model and put adapters on it, fp32; collective.
+
+    Args:
+        seed: of the adapters' initial values.
+        base_digest: digest of the model's weights, which the adapters are bound to.
+
+    Raises:
+        ConfigError: the settings are impossible, or name what the model does not have.
+    """
+    from mca_lib.adapters import apply_megatron_lora, lora_config
+
+    apply_megatron_lora(model, lora_config(finetuning_args), seed)
+    model.base_digest = base_digest
+    return model
 
 
 def pt_mca_train(
@@ -169,7 +182,9 @@ def mca_train(
     if finetuning_args.stage == "dpo":
         preference_arguments(finetuning_args)
     if finetuning_args.finetuning_type == "lora":
-        setup_lora_training(None, finetuning_args)
+        from mca_lib.adapters import lora_config
+
+        lora_config(finetuning_args)
     STAGES[finetuning_args.stage](training_args, model_args, data_args, finetuning_args)
 
 
@@ -208,10 +223,14 @@ def _train(
     directory = download_model(model_args.model_name_or_path)
     initialize_model_parallel(training_args, training_args.seed)
 
+    from mca_lib.checkpoint.base import base_digest
     from mca_lib.models import AutoModel
     from mca_lib.trainers import DPOTrainer, McaTrainer
 
     model = AutoModel.from_pretrained(directory, training_args)
+    if finetuning_args.finetuning_type == "lora":
+        base = model_args.weights_digest or base_digest(directory)
+        setup_lora_training(model, finetuning_args, training_args.seed, base)
     if finetuning_args.stage == "dpo":
         DPOTrainer(model, training_args, train_rows, eval_rows, preference_arguments(finetuning_args)).train()
     else:

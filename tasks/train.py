@@ -5,6 +5,7 @@ inputs      the converted checkpoint; the train split of the data set
 execution   the parallel layout, the launcher, micro batch, checkpoint and log cadence
 body        torchrun of `mca_lib.run_train`, resuming from the checkpoints in the work folder; then the job `digest`
             over the trained checkpoint
+output      an MCA checkpoint; with LoRA the adapter alone, as a PEFT directory
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from mca_lib import errors
+from mca_lib.adapters.targets import target_names
 from mca_lib.errors import ConfigError, UserError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout import model_ranks, rank_problems, size_problems
@@ -105,12 +107,16 @@ class LauncherConfig(Section):
 
 
 class LoraConfig(Section):
-    """LoRA, used when `training.finetuning_type` is `lora`."""
+    """LoRA, used when `training.finetuning_type` is `lora`; fields as those of PEFT."""
 
     r: PositiveInt = 8
     alpha: PositiveInt = 16
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    target_modules: list[str] = Field(default_factory=lambda: ["all-linear"])
+    use_rslora: bool = False
+    """Scale by alpha / √r in place of alpha / r."""
+    target_modules: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
+    """Ends of the names of Hugging Face modules, as `q_proj`; `all-linear` is every linear layer but the output layer
+    and the gates."""
 
 
 class DpoConfig(Section):
@@ -155,7 +161,13 @@ class TrainStage(Stage):
     def inputs(self) -> dict[str, Input]:
         return {"checkpoint": Input.of(self.checkpoint), "dataset": Input.of(self.dataset, "train")}
 
+    @property
+    def _trains_adapters(self) -> bool:
+        return self.training.finetuning_type == "lora"
+
     def space_needed(self) -> int:
+        if self._trains_adapters:
+            return super().space_needed()  # the model itself is not written
         weights = sum(path.stat().st_size for path in (self.checkpoint.path / "model").rglob("*") if path.is_file())
         checkpoints = self.training.save_total_limit + 1 if self.training.save_steps else 1
         return super().space_needed() + weights * (1 + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
@@ -164,13 +176,18 @@ class TrainStage(Stage):
         problems = training_problems(self.training, self.parallel, self.launcher)
         for problem in (*problems, *preference_problems(self.training, self.dpo)):
             raise ConfigError(problem)
-        check_training_layout(McaModelConfig.from_pretrained(self.checkpoint.path), self.parallel)
+        config = McaModelConfig.from_pretrained(self.checkpoint.path)
+        check_training_layout(config, self.parallel)
+        if self._trains_adapters:
+            target_names(config, self.lora.target_modules)
         final, result = ctx.work / "final", ctx.work / RESULT_NAME
         # The result is written last: with both, an earlier attempt had come to its end.
         if not (final.is_dir() and result.is_file()):
             self._launch(ctx, final)
         stats = json.loads(result.read_text())
         link_tree(final, ctx.staging)
+        if self._trains_adapters:
+            return Produced(digest=None, stats=stats)
         # Its progress would stand where the training's does.
         digest = ctx.run_job("digest", {"checkpoint": str(ctx.staging)}, on_progress=None)
         return Produced(digest=digest["digest"], parts=digest["parts"], stats=stats)
@@ -203,11 +220,17 @@ class TrainStage(Stage):
         training, parallel = self.training, self.parallel
         return {
             "model_name_or_path": str(self.checkpoint.path),
+            "weights_digest": self.checkpoint.parts["weights"],
             "token_store": str(self.dataset.path),
             "output_dir": str(work),
             "final_dir": str(final),
             "stage": training.stage,
             "finetuning_type": training.finetuning_type,
+            "lora_rank": self.lora.r,
+            "lora_alpha": self.lora.alpha,
+            "lora_dropout": self.lora.dropout,
+            "use_rslora": self.lora.use_rslora,
+            "lora_target": ",".join(self.lora.target_modules),
             "pref_loss": self.dpo.pref_loss,
             "pref_beta": self.dpo.pref_beta,
             "dpo_label_smoothing": self.dpo.label_smoothing,

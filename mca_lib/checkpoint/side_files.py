@@ -36,8 +36,15 @@ def side_files(directory: Path) -> list[Path]:
 
 def copy_side_files(source: str | Path, destination: str | Path) -> list[str]:
     """Copy them, overwriting; returns their names."""
-    source, destination = Path(source), Path(destination)
-    names = side_files(source)
+    return _copy(Path(source), Path(destination), side_files(Path(source)))
+
+
+def copy_tokenizer(source: str | Path, destination: str | Path) -> list[str]:
+    """Copy the tokenizer's files and chat templates alone, overwriting; returns their names."""
+    return _copy(Path(source), Path(destination), tokenizer_files(Path(source)))
+
+
+def _copy(source: Path, destination: Path, names: list[Path]) -> list[str]:
     for name in names:
         target = destination / name
         target.parent.mkdir(parents=True, exist_ok=True)

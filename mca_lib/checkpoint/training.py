@@ -1,9 +1,12 @@
 """Checkpoints to resume training from: `checkpoint-N/` in the output directory.
 
-    checkpoint-N/state/          torch_dist: model and optimizer, loads at any parallel layout
+    checkpoint-N/state/          torch_dist: what is trained and its optimizer, loads at any parallel layout
     checkpoint-N/rng_R.pt        random states of rank R; used at the same layout only
     checkpoint-N/trainer.json    step, counters, and what the run was about
     checkpoint-N/.record.json    written last (see `sealed`)
+
+What is trained is the model, or with LoRA the adapters alone: the model that they are for comes from where the run
+found it, and its digest is a part of what the run is about.
 
 At the same layout a resumed run continues bit for bit. At another one it continues from the same weights, moments
 and rows, with reseeded random states.
@@ -95,7 +98,7 @@ def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
     with translated_failures(path / "state", "read"):
         loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(path / "state"))
     for index, chunk in enumerate(engine.bare_chunks):
-        chunk.load_state_dict(loaded[f"model{index}"])
+        _trained(chunk).load_state_dict(loaded[f"model{index}"])
     # Megatron 0.19.2 copies into leaf parameters there without no_grad of its own.
     with torch.no_grad():
         engine.optimizer.load_state_dict(loaded["optimizer"])
@@ -137,10 +140,16 @@ def _sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state: dict[str, Any] = {
-        f"model{index}": chunk.sharded_state_dict(metadata=metadata) for index, chunk in enumerate(engine.bare_chunks)
+        f"model{index}": _trained(chunk).sharded_state_dict(metadata=metadata)
+        for index, chunk in enumerate(engine.bare_chunks)
     }
     state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
+
+
+def _trained(chunk: Any) -> Any:
+    """The part of a model chunk that training changes."""
+    return chunk if chunk.adapters is None else chunk.adapters
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:

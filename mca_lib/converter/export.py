@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from mca_lib.adapters.peft_files import Adapter
 from mca_lib.checkpoint.publish import published
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.side_files import copy_side_files
@@ -30,6 +31,7 @@ def export_hf(
     *,
     dtype: str = "auto",
     max_shard_size: str = "5GB",
+    adapter: Adapter | None = None,
     replace: bool = False,
     workers: int = WORKERS,
     progress: Progress = no_progress,
@@ -39,6 +41,7 @@ def export_hf(
     Args:
         output: absent or an empty folder.
         dtype: `auto` gives every tensor the dtype that it had in the source.
+        adapter: is merged into the weights, in fp32 before they are cast.
         replace: what is at `output` is replaced as a whole.
 
     Returns:
@@ -58,7 +61,7 @@ def export_hf(
     main_dtype = config.source_dtype if dtype == "auto" else dtype
     with published(output, replace=replace) as folder:
         with ShardedWriter(folder, slots, shard_bytes) as writer:
-            _write(config, reader, writer, workers, progress)
+            _write(config, reader, writer, adapter, workers, progress)
         files = copy_side_files(checkpoint, folder)
         text = json.dumps(hf_config(config, main_dtype), indent=2, ensure_ascii=False)
         (folder / "config.json").write_text(text + "\n", encoding="utf-8")
@@ -72,10 +75,17 @@ def export_hf(
 
 
 def _write(
-    config: McaModelConfig, reader: CheckpointReader, writer: ShardedWriter, workers: int, progress: Progress
+    config: McaModelConfig,
+    reader: CheckpointReader,
+    writer: ShardedWriter,
+    adapter: Adapter | None,
+    workers: int,
+    progress: Progress,
 ) -> None:
     converter = ModelConverter(config)
     dtypes = {name: slot.dtype for name, slot in writer.slots.items()}
+    adapted = set() if adapter is None else adapter.weights
+    dtypes |= dict.fromkeys(adapted, torch.float32)
     stored = {tensor.name: tensor for tensor in reader}
     scratch = Scratch(max(tensor.bytes for tensor in stored.values()))
     lock, done = threading.Lock(), 0
@@ -85,6 +95,8 @@ def _write(
         value = scratch.tensor(stored[entry.mca].shape, stored[entry.mca].dtype)
         reader.read_into(entry.mca, value)
         for name, tensor in converter.to_hf(entry, value, dtypes):
+            if name in adapted:
+                tensor = adapter.merged(name, tensor).to(writer.slots[name].dtype)
             writer.write(name, tensor)
             with lock:
                 done += 1

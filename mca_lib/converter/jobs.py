@@ -3,13 +3,18 @@
 convert    {"model": HF directory, "output": directory, "max_logits_difference": 1e-3,
             "text_files": [...], "prompts": [...],    both optional; null for the third: logits unchecked
             "resize_vocabulary": false}               true: rows for the tokenizer's further tokens (see `vocabulary`)
-export     {"checkpoint": MCA directory, "output": directory, "dtype": "auto", "max_shard_size": "5GB"}
+export     {"checkpoint": MCA directory, "output": directory, "dtype": "auto", "max_shard_size": "5GB",
+            "adapter": PEFT directory, "base": digest of the checkpoint's weights,    all three optional: trained on it
+            "lora": "both"}                           what is written: "merged", "adapter", or both, then in adapter/
 """
 
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from mca_lib.adapters.peft_files import Adapter, copy_adapter
+from mca_lib.checkpoint.publish import published
+from mca_lib.checkpoint.side_files import copy_tokenizer
 from mca_lib.converter.export import export_hf
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter, Progress
@@ -66,14 +71,26 @@ def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
 
 
 def export(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """MCA checkpoint → Hugging Face directory; see `export_hf`."""
-    return export_hf(
-        spec["checkpoint"],
-        spec["output"],
+    """MCA checkpoint → Hugging Face directory; see `export_hf`. With an adapter: merged, as PEFT has it, or both."""
+    checkpoint, output, lora = Path(spec["checkpoint"]), Path(spec["output"]), spec.get("lora", "both")
+    adapter = None
+    if spec.get("adapter") is not None:
+        adapter = Adapter(spec["adapter"], McaModelConfig.from_pretrained(checkpoint), spec.get("base"))
+        if lora == "adapter":
+            with published(output) as folder:
+                files = [*copy_adapter(adapter.directory, folder), *copy_tokenizer(checkpoint, folder)]
+            return {"parameters": sum(t.numel() for t in adapter.tensors.values()), "files": sorted(files)}
+    result = export_hf(
+        checkpoint,
+        output,
         dtype=spec.get("dtype", "auto"),
         max_shard_size=spec.get("max_shard_size", "5GB"),
+        adapter=adapter,
         progress=progress,
     )
+    if adapter is not None and lora == "both":
+        result["files"] += [f"adapter/{name}" for name in copy_adapter(adapter.directory, output / "adapter")]
+    return result
 
 
 def _check_memory(model: Path, plan: Plan, config: McaModelConfig) -> None:

@@ -14,7 +14,7 @@ B batch, S tokens on this rank, V share of the vocabulary.
 
 import logging
 from collections.abc import Callable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from megatron.core import parallel_state
@@ -35,6 +35,9 @@ from mca_lib.models.model_factory import PretrainedModel
 from mca_lib.models.mtp import add_mtp_loss
 from mca_lib.models.packing import cover_row
 from mca_lib.models.rotary import inverse_frequencies
+
+if TYPE_CHECKING:
+    from mca_lib.adapters.adapters import Adapters
 
 # Said at every construction: GPTModel takes fixes only, new features go to HybridModel. Neither matters here.
 logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
@@ -71,6 +74,8 @@ class McaGPTModel(GPTModel, PretrainedModel):
             vp_stage=vp_stage,
         )
         self.mca_config = mca_config
+        self.adapters: Adapters | None = None
+        """Of LoRA, which then are all that is trained; see `mca_lib.adapters`."""
         if mca_config.latent_attention is None:
             frequencies = inverse_frequencies(mca_config.kv_channels, mca_config.rotary_base, mca_config.rope_scaling)
             self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
@@ -107,7 +112,7 @@ class McaGPTModel(GPTModel, PretrainedModel):
         **_: Any,
     ) -> torch.Tensor:
         """Megatron's, for training and evaluation alone. Multi-token prediction runs where it has a loss: in training,
-        with a `loss_mask`."""
+        with a `loss_mask` and without adapters."""
         if not self.post_process:
             return hidden_states
         weight = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
@@ -120,7 +125,7 @@ class McaGPTModel(GPTModel, PretrainedModel):
 
         if labels is None:
             return logits(hidden_states).transpose(0, 1).contiguous()
-        if mtp_in_postprocess and self.training and loss_mask is not None:
+        if mtp_in_postprocess and self.training and loss_mask is not None and self.adapters is None:
             outputs = self.mtp(
                 input_ids=input_ids,
                 position_ids=position_ids,

@@ -7,7 +7,7 @@ operations that concern all of them: state dicts, saving, exporting.
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter
+from mca_lib.errors import ConfigError
 from mca_lib.models import size
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 from mca_lib.models.flops import training_flops
@@ -30,6 +31,9 @@ from mca_lib.models.transformer_config import transformer_config
 from mca_lib.models.vocabulary import GrownSource, fill_new_rows, with_vocabulary
 from mca_lib.parallel import tensor_place
 from mca_lib.tokenizer import tokenizer_size
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 class VirtualModels:
@@ -48,6 +52,10 @@ class VirtualModels:
         """Megatron's config, one object shared by all chunks."""
         self.source = source
         """Directory that the model came from: tokenizer and generation config are copied from it."""
+        self.lora_config: LoraConfig | None = None
+        """Of the adapters, once `mca_lib.adapters.apply_megatron_lora` has put them on."""
+        self.base_digest: str | None = None
+        """Of the weights that the adapters are for, where the caller knows it."""
         self.models = [cls(mca_config, config, vp_stage=i if chunks else None) for i in range(chunks or 1)]
 
     def __len__(self) -> int:
@@ -108,9 +116,15 @@ class VirtualModels:
     def save_pretrained(self, directory: str | Path) -> None:
         """Write an MCA checkpoint directory, without the vocabulary's padding; collective over all ranks.
 
-        The config comes last: a directory without it is no checkpoint.
+        The config comes last: a directory without it is no checkpoint. With adapters, a PEFT adapter directory is
+        written in its place: these alone were trained.
         """
         directory = Path(directory)
+        if self.lora_config is not None:
+            from mca_lib.adapters.peft_files import save_adapter
+
+            save_adapter(self, directory)
+            return
         save_model(self.models, directory / WEIGHTS_FOLDER)
         if dist.get_rank() == 0:
             if self.source is not None:
@@ -125,6 +139,8 @@ class VirtualModels:
         """
         from mca_lib.converter.export import export_hf
 
+        if self.lora_config is not None:
+            raise ConfigError(f"{directory}: it has adapters, which save_pretrained writes and export_hf merges")
         directory = Path(directory)
         passage = directory.with_name(f"{directory.name}-passage")
         self.save_pretrained(passage)

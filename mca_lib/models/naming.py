@@ -38,10 +38,15 @@ def fused_names(config: "McaModelConfig", has_experts: bool) -> tuple[tuple[str,
 
 
 def checkpoint_parameters(model: "McaGPTModel") -> Iterator[tuple[str, "torch.Tensor"]]:
-    """(name in the checkpoint, tensor) of one model chunk: parameters, and buffers that are weights (expert biases)."""
+    """(name in the checkpoint, tensor) of one model chunk: parameters, and buffers that are weights (expert biases).
+
+    Adapters are no part of the model's checkpoint.
+    """
     config = model.mca_config
     buffers = ((n, b) for n, b in model.named_buffers() if n.endswith(".expert_bias"))
     for name, tensor in itertools.chain(model.named_parameters(), buffers):
+        if name.startswith("adapters."):
+            continue
         if match := LAYER.match(name):
             layer = model.decoder.layers[int(match[1])]
             number = layer.layer_number - 1

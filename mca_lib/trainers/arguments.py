@@ -14,6 +14,9 @@ class ModelArguments:
     """Which model."""
 
     model_name_or_path: str = field(metadata={"help": "MCA or Hugging Face directory, or a name on the hub."})
+    weights_digest: str | None = field(
+        default=None, metadata={"help": "Digest of the weights, where it is known; adapters are bound to it."}
+    )
 
     def __post_init__(self) -> None:
         if not self.model_name_or_path:
@@ -39,6 +42,8 @@ class FinetuningArguments:
     lora_alpha: int = field(default=16, metadata={"help": "Scale of the adapters is lora_alpha / lora_rank."})
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the adapters."})
     lora_target: str = field(default="all", metadata={"help": "Comma-separated module names, or all."})
+    use_rslora: bool = field(default=False, metadata={"help": "Scale the adapters by lora_alpha / √lora_rank."})
+    use_dora: bool = field(default=False, metadata={"help": "Not supported on Megatron-Core."})
     pref_loss: str = field(default="sigmoid", metadata={"help": "sigmoid, hinge, ipo, orpo or simpo."})
     pref_beta: float = field(default=0.1, metadata={"help": "Temperature of the preference loss."})
     pref_ftx: float = field(default=0.0, metadata={"help": "Weight of a supervised term."})

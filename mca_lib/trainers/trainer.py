@@ -23,6 +23,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers.trainer_utils import IntervalStrategy
 
+from mca_lib.adapters.settings import targets_of
 from mca_lib.checkpoint.sealed import move_into_place, new_staging
 from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint, save_checkpoint
 from mca_lib.data.token_store import Row, TokenStore
@@ -214,6 +215,21 @@ class McaTrainer:
             "weight_decay": args.weight_decay,
             "adam": [args.adam_beta1, args.adam_beta2, args.adam_epsilon],
             "max_grad_norm": args.max_grad_norm,
+            **self._adapter_identity(),
+        }
+
+    def _adapter_identity(self) -> dict[str, Any]:
+        """With adapters a checkpoint has these alone, and must find the model that they were trained on."""
+        lora = self.model.lora_config
+        if lora is None:
+            return {}
+        return {
+            "base model": self.model.base_digest,
+            "lora r": lora.r,
+            "lora alpha": lora.lora_alpha,
+            "lora dropout": lora.lora_dropout,
+            "rslora": lora.use_rslora,
+            "lora targets": targets_of(lora),
         }
 
     def _batches(self, store: TokenStore, rows: Sequence[int], shape: BatchShape) -> list[MicroBatch]:

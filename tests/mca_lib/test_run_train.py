@@ -49,7 +49,8 @@ def test_a_wrong_argument_is_named(tmp_path, changes, named):
 @pytest.mark.parametrize(
     ("changes", "error", "named"),
     [
-        ({"finetuning_type": "lora"}, ConfigError, "finetuning_type='lora'"),
+        ({"finetuning_type": "lora", "lora_rank": 0}, ConfigError, "lora.r: 0 is not positive"),
+        ({"finetuning_type": "lora", "use_dora": True}, ConfigError, "use_dora=True is not supported"),
         ({"stage": "dpo", "pref_loss": "kto_pair"}, ConfigError, "pref_loss='kto_pair'"),
         ({"stage": "dpo", "use_ref_model": False}, ConfigError, "use_ref_model=False"),
         ({"stage": "dpo", "use_ref_model": True, "pref_loss": "orpo"}, ConfigError, "has no reference"),
