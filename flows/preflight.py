@@ -76,7 +76,7 @@ def check_space(config: PipelineConfig, model_dir: Path) -> None:
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     pending = {row.stage for row in make_plan(config, store) if row.verdict != "hit"}
     needed = sum(weights * factor for stage, factor in _WEIGHTS_WRITTEN.items() if stage in pending)
-    if "train" in pending:
+    if "train" in pending and config.training.finetuning_type == "full":  # adapters are small
         checkpoints = config.training.save_total_limit + 1 if config.training.save_steps else 1
         needed += weights * (1.1 + _CHECKPOINT_PER_WEIGHT * checkpoints)
     store.require_space(int(needed), "this run")

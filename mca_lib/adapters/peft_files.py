@@ -49,12 +49,15 @@ def save_adapter(models: "VirtualModels", directory: Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
+    from mca_lib.checkpoint.model import translated_failures
+
     passage = directory.with_name(f"{directory.name}-passage")
     if dist.get_rank() == 0:
         passage.mkdir(parents=True)
     dist.barrier()
     state = {str(i): model.adapters.sharded_state_dict() for i, model in enumerate(models)}
-    dist_checkpointing.save(state, str(passage))
+    with translated_failures(passage, "written"):
+        dist_checkpointing.save(state, str(passage))
     dist.barrier()
     if dist.get_rank() == 0:
         reader = CheckpointReader(passage)

@@ -1,6 +1,5 @@
 """LoRA as ranks run it, and the same by transformers, PEFT and torch alone."""
 
-import copy
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -35,6 +34,23 @@ def train_lora(model: str, store: str, out: str, options: dict[str, Any], lora: 
     models.base_digest = base_digest(model)
     result = McaTrainer(models, args, TokenStore.open(Path(store) / "train")).train()
     return {"result": asdict(result), "log": [line for line in read_log(Path(out)) if "loss" in line]}
+
+
+def train_preferences(model: str, store: str, out: str, options: dict[str, Any], lora: dict[str, Any]) -> Any:
+    """One rank of a preference training of adapters: its log."""
+    from mca_lib.adapters import apply_megatron_lora
+    from mca_lib.data.token_store import TokenStore
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import initialize_model_parallel
+    from mca_lib.trainers import DPOTrainer, Seq2SeqTrainingArguments
+    from mca_lib.trainers.progress import read_log
+
+    args = Seq2SeqTrainingArguments(output_dir=out, **{**HYPERPARAMETERS, **options})
+    initialize_model_parallel(args, args.seed)
+    models = AutoModel.from_pretrained(model, args)
+    apply_megatron_lora(models, lora_config(**lora), args.seed)
+    DPOTrainer(models, args, TokenStore.open(Path(store) / "train")).train()
+    return [line for line in read_log(Path(out)) if "loss" in line]
 
 
 def initial_B(name: str, outputs: int, r: int) -> Any:
@@ -91,22 +107,62 @@ def _pairs(models: Any) -> Iterator[Any]:
             yield from layer.pairs
 
 
-def megatron_logits(model: str, ids: Any, lora: dict[str, Any]) -> Any:
-    """Logits [S, V] of a model with adapters whose B is not zero."""
+def logits_four_ways(model: str, folder: str, lora: dict[str, Any]) -> dict[str, Any]:
+    """Logits [S, V] with adapters whose B is not zero: {"megatron", "peft", "merged"}; and without, "base"."""
     import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
 
     from mca_lib.adapters import apply_megatron_lora
+    from mca_lib.adapters.peft_files import Adapter, save_adapter
+    from mca_lib.converter.export import export_hf
     from mca_lib.converter.parity import mca_logits
     from mca_lib.models import AutoModel
     from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
 
+    def transformers_model(directory: str) -> Any:
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+
     initialize_model_parallel(DistributingParallelArguments())
     models = AutoModel.from_pretrained(model).eval()
+    models.save_pretrained(f"{folder}/mca")
     apply_megatron_lora(models, lora_config(**lora), HYPERPARAMETERS["seed"])
     with torch.no_grad():
         for pair in _pairs(models):
             pair.lora_B.copy_(initial_B(pair.name, pair.shape[0], pair.r))
-    return mca_logits(models, ids)
+    save_adapter(models, Path(folder, "adapter"))
+    export_hf(f"{folder}/mca", f"{folder}/merged", adapter=Adapter(f"{folder}/adapter", models.mca_config))
+    ids = torch.arange(1, 25)
+    with torch.no_grad():
+        base = transformers_model(model)
+        logits = {"megatron": mca_logits(models.eval(), ids.tolist()), "base": base(ids[None]).logits[0]}
+        logits["merged"] = transformers_model(f"{folder}/merged")(ids[None]).logits[0]
+        adapted = PeftModel.from_pretrained(base, f"{folder}/adapter").eval()
+        return {**logits, "peft": adapted(ids[None]).logits[0]}
+
+
+def replicated_after_dropout(
+    model: str, store: str, out: str, options: dict[str, Any], lora: dict[str, Any]
+) -> dict[str, Any]:
+    """PEFT name → matrix, of those that the ranks hold whole, after a training."""
+    from mca_lib.adapters import adapters
+    from mca_lib.adapters.peft_files import peft_name
+
+    made = []
+    original = adapters._adapted
+
+    def remember(*args: Any) -> Any:
+        made.append(original(*args))
+        return made[-1]
+
+    adapters._adapted = remember
+    train_lora(model, store, out, options, lora)
+    return {
+        peft_name(pair.name, matrix): getattr(pair, matrix).detach().clone()
+        for layer in made
+        for pair in layer.pairs
+        for matrix in [("lora_B" if layer.is_row else "lora_A")]
+    }
 
 
 class PlainLora:
@@ -255,27 +311,3 @@ def plain_gradients(model: str, store: str, lora: dict[str, Any]) -> dict[str, A
     loss = row_loss(network, rows, schedule.rows(0))
     loss.backward()
     return {"loss": loss.item(), "gradients": {name: p.grad for name, p in network.named().items()}}
-
-
-def peft_logits(model: str, adapter: str, ids: Any) -> dict[str, Any]:
-    """Logits [S, V] of transformers' model with PEFT's adapter, and without."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    ids_1S = torch.tensor(ids)[None]
-    with torch.no_grad():
-        without = base(ids_1S).logits[0]
-        adapted = PeftModel.from_pretrained(copy.deepcopy(base), adapter).eval()
-        return {"base": without, "adapter": adapted(ids_1S).logits[0]}
-
-
-def hf_logits(model: str, ids: Any) -> Any:
-    """Logits [S, V] of a Hugging Face directory."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
-    with torch.no_grad():
-        return network(torch.tensor(ids)[None]).logits[0]
