@@ -105,9 +105,7 @@ def test_a_damaged_adapter_is_one_clear_error(folder, adapter, damage):
 
 
 def test_an_adapter_of_another_base_is_refused(folder, adapter):
-    with pytest.raises(
-        CheckpointError, match="was trained on a model with the digest a{16}, this one has b{16}"
-    ):
+    with pytest.raises(CheckpointError, match=r"was trained on a model with the digest a{16}, this one has b{16}"):
         opened(folder, adapter, "b" * 64)
 
 
