@@ -8,7 +8,7 @@ names with both written out. Threads may share a reader.
 import os
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import IO
@@ -16,6 +16,7 @@ from typing import IO
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -83,14 +84,10 @@ class CheckpointReader:
         """The whole tensor, into a contiguous CPU tensor of its shape and dtype."""
         key, index = self._find(name)
         meta = self.stored[key]
-        shape = list(meta.size)
-        if list(destination.shape) != shape[len(index) :] or destination.dtype != meta.properties.dtype:
-            raise ValueError(f"{name} is {meta.properties.dtype} {shape[len(index) :]}, not {destination.dtype}")
-        box = ChunkStorageMetadata(
-            offsets=torch.Size([*index, *[0] * (len(shape) - len(index))]),
-            sizes=torch.Size([*[1] * len(index), *shape[len(index) :]]),
-        )
-        items = create_read_items_for_chunk_list(key, meta, [box])
+        shape = list(meta.size)[len(index) :]
+        if list(destination.shape) != shape or destination.dtype != meta.properties.dtype:
+            raise ValueError(f"{name} is {meta.properties.dtype} {shape}, not {destination.dtype}")
+        box, items = self._pieces(key, index)
         if sum(item.lengths.numel() for item in items) != destination.numel():
             raise CheckpointError(f"{self.directory}: {name} is stored only in part")
         whole = destination.view(box.sizes)
@@ -105,6 +102,24 @@ class CheckpointReader:
                 )
         except Exception as e:
             raise CheckpointError(f"{self.directory}: {name} cannot be read ({type(e).__name__}: {e})") from e
+
+    def in_one_piece(self, name: str) -> FileTensor | None:
+        """The whole tensor as it lies in a file; None when it is stored in several pieces."""
+        key, index = self._find(name)
+        box, items = self._pieces(key, index)
+        piece = self._stored_piece(items[0].storage_index) if len(items) == 1 else None
+        if piece is None or piece.shape != tuple(box.sizes):
+            return None
+        return replace(piece, shape=piece.shape[len(index) :])
+
+    def _pieces(self, key: str, index: tuple[int, ...]) -> tuple[ChunkStorageMetadata, list[ReadItem]]:
+        """(Extent of a tensor within its key, what to read for it)."""
+        shape = list(self.stored[key].size)
+        box = ChunkStorageMetadata(
+            offsets=torch.Size([*index, *[0] * (len(shape) - len(index))]),
+            sizes=torch.Size([*[1] * len(index), *shape[len(index) :]]),
+        )
+        return box, create_read_items_for_chunk_list(key, self.stored[key], [box])
 
     def _stored_piece(self, index: MetadataIndex) -> FileTensor:
         """A piece as it lies in its file, found by what `torch.save` wrote before it; no weights are read."""

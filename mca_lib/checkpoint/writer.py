@@ -29,6 +29,9 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import skip_data
+
+from mca_lib.converter.file_tensor import Content, FileTensor, ReadCounter
 
 _COMMON_STATE = "common_state/shard_0_1"
 """Megatron's key for what is no tensor; a model has nothing of the kind."""
@@ -58,13 +61,16 @@ class Piece:
     def bytes(self) -> int:
         return prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def box(self) -> torch.Size:
+        """Its extent within the key."""
+        return torch.Size([*[1] * len(self.index), *self.shape])
+
     def write_item(self) -> WriteItem:
         """The piece as torch's checkpoints describe it."""
-        rank = len(self.shape)
-        offsets = torch.Size([*self.index, *[0] * rank])
-        sizes = torch.Size([*[1] * len(self.index), *self.shape])
+        offsets = torch.Size([*self.index, *[0] * len(self.shape)])
         data = TensorWriteData(
-            chunk=ChunkStorageMetadata(offsets, sizes),
+            chunk=ChunkStorageMetadata(offsets, self.box),
             properties=TensorProperties(dtype=self.dtype),
             size=torch.Size(self.key_shape),
         )
@@ -74,42 +80,42 @@ class Piece:
 def write_checkpoint(
     directory: Path,
     pieces: Sequence[Piece],
-    make: Callable[[Piece], torch.Tensor],
+    make: Callable[[Piece], Content],
     *,
     workers: int = 1,
-    written: Callable[[Piece, torch.Tensor], None] = lambda piece, tensor: None,
+    written: Callable[[Piece, FileTensor], None] = lambda piece, stored: None,
 ) -> None:
     """Write `pieces`, each made when its turn comes.
 
     Args:
         directory: absent or empty.
-        make: gives the tensor of a piece, contiguous on the CPU; it may be overwritten once the worker asks for the
-            next. Called by the worker threads.
-        written: called after each piece, by the worker threads.
+        make: gives the content of a piece: a contiguous CPU tensor, which may be overwritten once the worker asks for
+            the next, or bytes of other files. Called by the worker threads.
+        written: called after each piece with what lies in the file, by the worker threads.
 
     Raises:
         ValueError: the pieces do not cover each key exactly, or a tensor is not what its piece says.
     """
     metadata = _table_of_contents(pieces)
     directory.mkdir(parents=True, exist_ok=True)
+    envelopes = {(p.box, p.dtype): _envelope(directory, p.box, p.dtype) for p in pieces}
     stop = threading.Event()
 
     def work(number: int, share: list[Piece]) -> list[WriteResult]:
         try:
-            with (directory / f"__0_{number}.distcp").open("wb") as file:
+            path = directory / f"__0_{number}.distcp"
+            with path.open("w+b", buffering=0) as file:
                 results = [_write_common(file)] if number == 0 else []
                 synced = 0
                 for piece in share:
                     if stop.is_set():
                         break
-                    tensor = make(piece)
-                    results.append(_write(file, piece, tensor))
-                    written(piece, tensor)
+                    result, stored = _write(file, path, piece, make(piece), envelopes[piece.box, piece.dtype])
+                    results.append(result)
+                    written(piece, stored)
                     if file.tell() - synced > SYNC_BYTES:
                         synced = file.tell()
-                        file.flush()
                         os.fdatasync(file.fileno())
-                file.flush()
                 os.fsync(file.fileno())
             return results
         except BaseException:
@@ -156,23 +162,64 @@ def _shares(pieces: Sequence[Piece], workers: int) -> list[list[Piece]]:
     return shares
 
 
-def _write(file: IO[bytes], piece: Piece, tensor: torch.Tensor) -> WriteResult:
-    if tuple(tensor.shape) != piece.shape or tensor.dtype != piece.dtype or not tensor.is_contiguous():
-        raise ValueError(f"{piece.name}: planned {piece.dtype} {piece.shape}, got {tensor.dtype} {tuple(tensor.shape)}")
-    item = piece.write_item()
+@dataclass(frozen=True)
+class _Envelope:
+    """What `torch.save` writes before and after the elements of a tensor of one shape and dtype."""
+
+    before: bytes
+    after: bytes
+
+
+def _envelope(directory: Path, shape: torch.Size, dtype: torch.dtype) -> _Envelope:
+    """Found by saving such a tensor without its elements; tensor and archive are files that are all hole."""
+    holes, path = directory / "holes", directory / "archive"
+    count = prod(shape)
+    tensor = torch.from_file(str(holes), shared=True, size=count, dtype=dtype).view(shape)
+    with skip_data():
+        torch.save(tensor, path)
+    holes.unlink()
+    start = torch.load(path, weights_only=True, map_location="meta").untyped_storage()._checkpoint_offset
+    with path.open("rb") as file:
+        before = file.read(start)
+        file.seek(start + count * dtype.itemsize)
+        after = file.read()
+    path.unlink()
+    return _Envelope(before, after)
+
+
+def _write(
+    file: IO[bytes], path: Path, piece: Piece, content: Content, envelope: _Envelope
+) -> tuple[WriteResult, FileTensor]:
+    """(What torch's table of contents needs, the tensor as it lies in the file now)."""
     start = file.tell()
-    # `torch.save` writes all of the storage; a piece of a larger one is given a storage of its own.
-    bytes_of = tensor.view(-1).view(torch.uint8).numpy()
-    own = torch.frombuffer(memoryview(bytes_of), dtype=piece.dtype).view(item.tensor_data.chunk.sizes)
-    torch.save(own, file)
-    return _result(item, file, start)
+    file.write(envelope.before)
+    stored = FileTensor(file, path, file.tell(), piece.shape, piece.dtype, ReadCounter())
+    if isinstance(content, torch.Tensor):
+        if (tuple(content.shape), content.dtype) != (piece.shape, piece.dtype) or not content.is_contiguous():
+            found = f"{content.dtype} {tuple(content.shape)}"
+            raise ValueError(f"{piece.name}: planned {piece.dtype} {piece.shape}, got {found}")
+        _write_all(file, memoryview(content.view(-1).view(torch.uint8).numpy()))
+    else:
+        if (length := sum(run.length for run in content)) != piece.bytes:
+            raise ValueError(f"{piece.name}: planned {piece.bytes} bytes, got {length}")
+        for run in content:
+            run.copy_to(file.fileno(), file.tell())
+            file.seek(run.length, os.SEEK_CUR)
+    _write_all(file, memoryview(envelope.after))
+    return _result(piece.write_item(), file, start), stored
+
+
+def _write_all(file: IO[bytes], data: memoryview) -> None:
+    done = 0
+    while done < len(data):
+        done += file.write(data[done:])
 
 
 def _write_common(file: IO[bytes]) -> WriteResult:
     buffer = io.BytesIO()
     torch.save([{}], buffer)  # as Megatron's ShardedObject: a list of the parts, each the state of one
     start = file.tell()
-    file.write(buffer.getbuffer())
+    _write_all(file, buffer.getbuffer())
     return _result(WriteItem(MetadataIndex(_COMMON_STATE), WriteItemType.BYTE_IO), file, start)
 
 

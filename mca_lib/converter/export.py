@@ -6,6 +6,7 @@ Shards are written while tensors are read, into a folder beside `output` that ta
 import importlib.metadata
 import json
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mca_lib.checkpoint.publish import published
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER, verify_model
+from mca_lib.converter.file_tensor import SMALLEST_COPY, Content
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
 from mca_lib.converter.plan import FLOAT_DTYPES, Entry, entries
 from mca_lib.converter.safetensors_writer import ShardedWriter, Slot, parse_size
@@ -90,14 +92,22 @@ def _write(
     scratch = Scratch(max(tensor.bytes for tensor in stored.values()))
     lock, done = threading.Lock(), 0
 
+    def contents(entry: Entry) -> Iterable[tuple[str, Content]]:
+        where = stored[entry.mca]
+        piece = reader.in_one_piece(entry.mca) if where.bytes >= SMALLEST_COPY else None
+        named = converter.hf_runs(entry, piece) if piece is not None else None
+        if named and all(dtypes[name] == where.dtype and name not in adapted for name, _ in named):
+            return named
+        value = scratch.tensor(where.shape, where.dtype)
+        reader.read_into(entry.mca, value)
+        return converter.to_hf(entry, value, dtypes)
+
     def export_entry(entry: Entry) -> None:
         nonlocal done
-        value = scratch.tensor(stored[entry.mca].shape, stored[entry.mca].dtype)
-        reader.read_into(entry.mca, value)
-        for name, tensor in converter.to_hf(entry, value, dtypes):
+        for name, content in contents(entry):
             if name in adapted:
-                tensor = adapter.merged(name, tensor).to(writer.slots[name].dtype)
-            writer.write(name, tensor)
+                content = adapter.merged(name, content).to(writer.slots[name].dtype)
+            writer.write(name, content)
             with lock:
                 done += 1
                 progress(done, len(writer.slots))

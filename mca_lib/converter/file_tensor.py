@@ -1,13 +1,16 @@
-"""A tensor that lies in a file: indexing it reads the bytes of the slice, and no others.
+"""A tensor that lies in a file: indexing it reads the bytes of the slice, and no others; or they are copied to another
+file without coming here at all.
 
 Reads are `pread`s into memory of ours. A memory map, which `safetensors` uses, would count as memory of the process for
 as long as it is open, and a damaged disk would kill the process instead of raising an error.
 """
 
+import errno
 import itertools
 import math
 import os
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -15,6 +18,13 @@ from typing import IO
 import torch
 
 from mca_lib.errors import ModelError
+
+SMALLEST_COPY = 1 << 16
+"""Bytes; what is shorter is quicker brought through memory."""
+
+_COPY_BYTES, _READ_BYTES = 1 << 30, 1 << 20
+# Two file systems, or one that does not offer it.
+_CANNOT_COPY = (errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 
 type Bounds = tuple[tuple[int, int], ...]
 
@@ -29,6 +39,42 @@ class ReadCounter:
     def add(self, count: int) -> None:
         with self._lock:
             self.bytes += count
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive bytes of an open file."""
+
+    file: IO[bytes]
+    path: Path
+    start: int
+    length: int
+    counter: ReadCounter
+
+    def copy_to(self, descriptor: int, offset: int) -> None:
+        """Copy into another file, by the kernel where it can: half the work of reading and writing, and none where the
+        file system shares blocks."""
+        done = 0
+        while done < self.length:
+            count = self._copy_some(descriptor, offset, done)
+            if not count:
+                raise ModelError(f"{self.path}: ends at byte {self.start + done}, in the middle of a tensor")
+            done += count
+        self.counter.add(done)
+
+    def _copy_some(self, descriptor: int, offset: int, done: int) -> int:
+        count = min(self.length - done, _COPY_BYTES)
+        try:
+            return os.copy_file_range(self.file.fileno(), descriptor, count, self.start + done, offset + done)
+        except OSError as error:
+            if error.errno not in _CANNOT_COPY:
+                raise
+            data = os.pread(self.file.fileno(), min(count, _READ_BYTES), self.start + done)
+            return os.pwrite(descriptor, data, offset + done)
+
+
+type Content = torch.Tensor | Sequence[Run]
+"""What is to be written for a tensor: itself, or the bytes that hold it, end to end."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +114,21 @@ class FileTensor:
             element = first + sum(p * s for p, s in zip(position, steps, strict=False))
             local = tuple(p - low for p, (low, _) in zip(position, outer, strict=True))
             self._read(memoryview(target[local]).cast("B"), self.start + element * self.dtype.itemsize)
+
+    def runs(self, index: object) -> list[Run]:
+        """Where the bytes of a slice lie, in the order of its elements."""
+        limits = bounds(index, self.shape)
+        if any(start == stop for start, stop in limits):
+            return []
+        cut = max((i for i, limit in enumerate(limits) if limit != (0, self.shape[i])), default=0)
+        steps = [math.prod(self.shape[i + 1 :]) * self.dtype.itemsize for i in range(len(self.shape))]
+        first = self.start + (limits[cut][0] * steps[cut] if limits else 0)
+        length = (limits[cut][1] - limits[cut][0]) * steps[cut] if limits else self.dtype.itemsize
+        starts = (
+            first + sum(p * s for p, s in zip(position, steps, strict=False))
+            for position in itertools.product(*(range(*limit) for limit in limits[:cut]))
+        )
+        return [Run(self.file, self.path, start, length, self.counter) for start in starts]
 
     def _read(self, buffer: memoryview, offset: int) -> None:
         done = 0

@@ -24,12 +24,13 @@ this needs no torch.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
 
+    from mca_lib.converter.file_tensor import FileTensor, Run
     from mca_lib.models.config import McaModelConfig
 
 Shape = tuple[int, ...]
@@ -159,6 +160,35 @@ class Mapping(ABC):
             else:
                 target.copy_(parts[source][index])
             position += stop - start
+
+    def runs(self, parts: Sequence[TensorSlice], config: "McaModelConfig") -> "list[Run] | None":
+        """The whole Megatron tensor as bytes of the files that hold `parts`; None where it is more than such bytes."""
+        segments = list(self.segments(config, 0, 1))
+        if self.axis and len(segments) > 1:
+            return None
+        lead = (slice(None),) * self.axis
+        runs: list[Run] = []
+        for source, start, stop in segments:
+            if source == PADDING or not hasattr(parts[source], "runs"):
+                return None
+            runs += parts[source].runs((*lead, slice(start, stop)))
+        return runs
+
+    def hf_runs(self, tensor: "FileTensor", config: "McaModelConfig") -> "list[list[Run]] | None":
+        """The Hugging Face tensors as bytes of the file that holds the whole Megatron tensor; None as for `runs`."""
+        segments = list(self.segments(config, 0, 1))
+        if self.axis and len(segments) > 1:
+            return None
+        lead = (slice(None),) * self.axis
+        pieces: list[list[tuple[int, list[Run]]]] = [[] for _ in self.hf]
+        position = 0
+        for source, start, stop in segments:
+            if source == PADDING:
+                return None
+            length = stop - start
+            pieces[source].append((start, tensor.runs((*lead, slice(position, position + length)))))
+            position += length
+        return [[run for _, runs in sorted(found, key=itemgetter(0)) for run in runs] for found in pieces]
 
     def to_hf(self, tensor: "torch.Tensor", config: "McaModelConfig") -> list["torch.Tensor"]:
         """The whole Megatron tensor back into the Hugging Face tensors; padding is dropped.

@@ -8,10 +8,11 @@ every parameter is visited once, or it is an error.
 
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
+from mca_lib.converter.file_tensor import FileTensor, Run
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.mappings import TensorPlace
 from mca_lib.converter.plan import Entry, Plan, TensorInfo, make_plan
@@ -104,7 +105,15 @@ class ModelConverter:
         destination.fill_(float("nan"))
         parts = [source.slice(name) for name in entry.hf]
         entry.mapping.fill(destination, parts, self.config, *self.place.of(entry.mapping))
-        if not is_finite(destination):
+        self.check(entry, source, plan, destination)
+
+    def check(self, entry: Entry, source: HfSource, plan: Plan, tensor: torch.Tensor) -> None:
+        """Check this rank's share of a target, as it was read.
+
+        Raises:
+            ModelError: a weight is NaN or infinite, or a tensor differs from the one that it must be a copy of.
+        """
+        if not is_finite(tensor):
             _raise_not_finite(entry, source)
         for copy, of in plan.copies.items():
             if of in entry.hf:
@@ -117,6 +126,17 @@ class ModelConverter:
         for name, value in zip(entry.hf, entry.mapping.to_hf(tensor, self.config), strict=True):
             for written in (name, *(copy for copy, of in self._copies.items() if of == name)):
                 yield written, value.to(dtypes[written])
+
+    def hf_runs(self, entry: Entry, tensor: FileTensor) -> list[tuple[str, list[Run]]] | None:
+        """`to_hf` without a cast, as bytes of the file that holds the tensor; None where it is more than those."""
+        values = entry.mapping.hf_runs(tensor, self.config)
+        if values is None:
+            return None
+        return [
+            (written, runs)
+            for name, runs in zip(entry.hf, values, strict=True)
+            for written in (name, *(copy for copy, of in self._copies.items() if of == name))
+        ]
 
     def _local_shape(self, entry: Entry) -> tuple[int, ...]:
         return entry.mapping.local_shape(self.config, *self.place.of(entry.mapping))
@@ -159,7 +179,7 @@ def _dtype(source: HfSource, name: str) -> torch.dtype:
     return getattr(torch, source.tensors[name].dtype)
 
 
-def _raise_not_finite(entry: Entry, source: HfSource) -> None:
+def _raise_not_finite(entry: Entry, source: HfSource) -> NoReturn:
     """Say which of the tensors holds the value; they are read whole, since a rank may own no more than a slice."""
     for name in entry.hf:
         if not is_finite(source.slice(name)[:]):

@@ -17,6 +17,7 @@ from typing import Self
 
 import torch
 
+from mca_lib.converter.file_tensor import Content
 from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
 from mca_lib.errors import ConfigError
 
@@ -67,18 +68,25 @@ class ShardedWriter:
         if len(self._shards) > 1:
             self._write_index()
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Put one tensor in its place. Raises RuntimeError when it was written before or is not what was planned."""
+    def write(self, name: str, content: Content) -> None:
+        """Put one tensor in its place: itself, or the bytes of a file that hold it.
+
+        Raises RuntimeError when it was written before or is not what was planned.
+        """
         slot, shard = self.slots[name], self._shards[self._file_of[name]]
-        if tuple(tensor.shape) != slot.shape or tensor.dtype != slot.dtype:
-            raise RuntimeError(f"{name}: planned {slot}, got {tuple(tensor.shape)} {tensor.dtype}")
+        if isinstance(content, torch.Tensor):
+            fits, found = (tuple(content.shape), content.dtype) == (slot.shape, slot.dtype), content.dtype
+        else:
+            found = sum(run.length for run in content)
+            fits = found == slot.bytes
+        if not fits:
+            raise RuntimeError(f"{name}: planned {slot}, got {found}")
         with self._lock:
             if name not in shard.missing:
                 raise RuntimeError(f"{name}: written twice")
             shard.missing.discard(name)
             shard.open()
-        # uint8, because numpy has no bfloat16
-        shard.write(name, memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+        shard.write(name, content)
         with self._lock:
             shard.unfinished.discard(name)
             full = not shard.unfinished
@@ -119,8 +127,16 @@ class _Shard:
             os.posix_fallocate(self._descriptor, 0, self._bytes)  # a full disk shows here, not after hours
             _write_at(self._descriptor, memoryview(self._header), 0)
 
-    def write(self, name: str, data: memoryview) -> None:
-        _write_at(self._descriptor, data, self._start[name])
+    def write(self, name: str, content: Content) -> None:
+        position = self._start[name]
+        if isinstance(content, torch.Tensor):
+            # uint8, because numpy has no bfloat16
+            data = memoryview(content.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            _write_at(self._descriptor, data, position)
+            return
+        for run in content:
+            run.copy_to(self._descriptor, position)
+            position += run.length
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -1,6 +1,6 @@
 """Hugging Face directory → MCA checkpoint, tensor by tensor: no Megatron, no model in memory, on CPU alone.
 
-    headers ──> plan ──> for each tensor: read its slices · check · write · digest ──> config ──> rename
+    headers ──> plan ──> for each tensor: bring its slices · read them back · check · digest ──> config ──> rename
 
 Each worker holds one tensor. Nothing is at `output` before all of it is right.
 """
@@ -19,6 +19,7 @@ from mca_lib.checkpoint.publish import published
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER, expected_shapes
 from mca_lib.checkpoint.writer import Piece, write_checkpoint
+from mca_lib.converter.file_tensor import SMALLEST_COPY, Content, FileTensor
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
 from mca_lib.converter.plan import Plan
@@ -107,8 +108,11 @@ class _Stream:
         rows: list[list[Any]] = []
         lock = threading.Lock()
 
-        def written(piece: Piece, tensor: torch.Tensor) -> None:
-            row = tensor_row(piece.name, tensor)
+        def written(piece: Piece, stored: FileTensor) -> None:
+            value = self._scratch.tensor(piece.shape, piece.dtype)
+            stored.read_into(value, ())
+            self.converter.check(self.entries[piece.name], self.source, self.plan, value)
+            row = tensor_row(piece.name, value)
             with lock:
                 rows.append(row)
                 progress(len(rows), len(self.pieces))
@@ -117,11 +121,15 @@ class _Stream:
             write_checkpoint(directory, self.pieces, self._make, workers=workers, written=written)
         return rows_digest(rows)
 
-    def _make(self, piece: Piece) -> torch.Tensor:
+    def _make(self, piece: Piece) -> Content:
+        entry, extra = self.entries[piece.name], self.extra_rows.get(piece.name)
+        if extra is None:
+            runs = entry.mapping.runs([self.source.slice(name) for name in entry.hf], self.converter.config)
+            if runs is not None and piece.bytes >= len(runs) * SMALLEST_COPY:
+                return runs
         value = self._scratch.tensor(piece.shape, piece.dtype)
-        own, extra = value, self.extra_rows.get(piece.name)
+        own = value if extra is None else value[: len(value) - len(extra)]
         if extra is not None:
-            own = value[: len(value) - len(extra)]
             value[len(own) :] = extra
-        self.converter.read(self.entries[piece.name], self.source, self.plan, own)
+        self.converter.read(entry, self.source, self.plan, own)
         return value

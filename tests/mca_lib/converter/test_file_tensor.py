@@ -1,5 +1,7 @@
 """A slice of a tensor in a file reads its bytes and no others, into memory that is there already."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -65,3 +67,34 @@ def test_file_that_shrinks_after_its_header_was_read_is_named(tensor: FileTensor
 def test_destination_of_another_dtype_is_refused(tensor: FileTensor) -> None:
     with pytest.raises(ValueError, match="does not fit"):
         tensor.read_into(torch.empty(3, 5, 4, dtype=torch.bfloat16), slice(None))
+
+
+@pytest.mark.parametrize(
+    "index", [slice(None), slice(1, 3), (slice(None), slice(2, 4)), (slice(0, 2), slice(4, 5)), slice(2, 2)]
+)
+@pytest.mark.parametrize("refusal", [None, errno.EXDEV], ids=["by the kernel", "by reading and writing"])
+def test_runs_copy_the_bytes_of_a_slice(
+    tensor: FileTensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: object, refusal: int | None
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(refusal, os.strerror(refusal))
+
+    if refusal:
+        monkeypatch.setattr(os, "copy_file_range", refuse)
+    with (tmp_path / "copy").open("w+b", buffering=0) as copy:
+        position = 3
+        for run in tensor.runs(index):
+            run.copy_to(copy.fileno(), position)
+            position += run.length
+    expected = VALUES[index].contiguous().numpy().tobytes()
+    assert (tmp_path / "copy").read_bytes()[3:] == expected
+    assert tensor.counter.bytes == len(expected)
+
+
+def test_run_of_a_file_that_shrank_is_an_error_that_names_it(tensor: FileTensor, tmp_path: Path) -> None:
+    os.truncate(tensor.path, 20)
+    with (
+        (tmp_path / "copy").open("wb") as copy,
+        pytest.raises(ModelError, match=r"data: ends at byte 20, in the middle"),
+    ):
+        tensor.runs(slice(None))[0].copy_to(copy.fileno(), 0)

@@ -24,8 +24,14 @@ ROOT = Path(__file__).resolve().parents[3]
 VARIANTS = ["llama-tied", "llama-bias", "qwen2", "qwen3", "mixtral", "qwen3-moe-mixed", "deepseek-mtp"]
 
 
+@pytest.mark.parametrize("smallest", [1, 1 << 40], ids=["copied", "through memory"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_checkpoint_has_the_digest_of_one_that_megatron_writes(ranks: Any, tmp_path: Path, variant: str) -> None:
+def test_checkpoint_has_the_digest_of_one_that_megatron_writes_and_goes_back(
+    ranks: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, smallest: int
+) -> None:
+    """Tensors of any size are copied by the kernel, or all are brought through memory."""
+    monkeypatch.setattr("mca_lib.converter.stream.SMALLEST_COPY", smallest)
+    monkeypatch.setattr("mca_lib.converter.export.SMALLEST_COPY", smallest)
     ranks(1, export_ranks.make_source, tmp_path / "hf", variant, "float32")
     result = convert_hf(tmp_path / "hf", tmp_path / "streamed")
     ranks(1, factory_ranks.save_at, {}, tmp_path / "hf", tmp_path / "saved")
@@ -34,6 +40,15 @@ def test_checkpoint_has_the_digest_of_one_that_megatron_writes(ranks: Any, tmp_p
         k: (v.size, v.properties.dtype) for k, v in saved.items()
     }
     assert checkpoint_digest(tmp_path / "saved") == {"digest": result["digest"], "parts": result["parts"]}
+    for checkpoint in ("streamed", "saved"):
+        export_hf(tmp_path / checkpoint, tmp_path / f"{checkpoint}-hf")
+        assert _tensors(tmp_path / f"{checkpoint}-hf") == _tensors(tmp_path / "hf")
+
+
+def _tensors(directory: Path) -> dict[str, tuple[Any, bytes]]:
+    """Name → header and bytes of every tensor."""
+    with HfSource(directory) as source:
+        return {n: (info, source.slice(n)[:].numpy().tobytes()) for n, info in source.tensors.items()}
 
 
 @pytest.mark.parametrize(
