@@ -20,6 +20,7 @@ from mca_lib.data.rows import validate_sources
 from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.registry import check_hf_config, check_layout, config_from_hf
+from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from tasks.store import ArtifactStore
 
 # Bytes that a stage writes per byte of the model's weights; checkpoints of training are counted in `check_space`.
@@ -68,6 +69,7 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
             f"in {model_dir}; use at most {positions}"
         )
     check_weights(config_from_hf(hf_config), model_dir)
+    _check_vocabulary(config, model_dir)
 
 
 def check_space(config: PipelineConfig, model_dir: Path) -> None:
@@ -80,6 +82,13 @@ def check_space(config: PipelineConfig, model_dir: Path) -> None:
         checkpoints = config.training.save_total_limit + 1 if config.training.save_steps else 1
         needed += weights * (1.1 + _CHECKPOINT_PER_WEIGHT * checkpoints)
     store.require_space(int(needed), "this run")
+
+
+def _check_vocabulary(config: PipelineConfig, model_dir: Path) -> None:
+    """Every token needs a row of its own. A tokenizer without tokenizer.json waits for the dataset stage."""
+    size, rows = file_vocabulary_size(model_dir), config_from_hf(_read_config(model_dir)).vocab_size
+    if size is not None and size > rows and not config.checkpoint.resize_vocabulary:
+        raise ModelError(foreign_id(model_dir, size - 1, rows))
 
 
 def _check_features(config: PipelineConfig) -> None:

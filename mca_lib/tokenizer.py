@@ -30,6 +30,26 @@ def tokenizer_size(tokenizer: Any) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
 
 
+def file_vocabulary_size(directory: str | Path) -> int | None:
+    """`tokenizer_size` by tokenizer.json alone, in milliseconds; None where there is none that can be read so."""
+    try:
+        content = json.loads((Path(directory) / TOKENIZER_FILES[0]).read_bytes())
+        vocabulary = content["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))  # unigrams
+        ids += [token["id"] for token in content.get("added_tokens") or ()]
+        return max(ids, default=-1) + 1
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+
+
+def foreign_id(directory: str | Path, token_id: int, vocab_size: int) -> str:
+    """The message for a tokenizer with an id that the model has no row for."""
+    return (
+        f"{directory}: the tokenizer gives id {token_id}, the vocabulary ends at {vocab_size - 1}; use the model's own "
+        "tokenizer, or add rows with checkpoint.resize_vocabulary: true"
+    )
+
+
 def _refuse_malformed(path: Path) -> None:
     """Raise ModelError unless the file holds a JSON object."""
     try:

@@ -15,7 +15,7 @@ from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
 from mca_lib.converter.sample_text import TEXT
 from mca_lib.errors import ModelError
 from mca_lib.models.config import read_hf_config
-from mca_lib.tokenizer import load_tokenizer
+from mca_lib.tokenizer import foreign_id, load_tokenizer
 
 MAX_TOKENS = 512
 """Tokens that a comparison uses, fewer where the model has fewer positions."""
@@ -128,8 +128,5 @@ def sample_ids(
     ids = [i for text in texts or (TEXT,) for i in tokenizer(text)["input_ids"]][:limit]
     further = [i for i in ids if i >= vocab_size]
     if further and not skip_further:
-        raise ModelError(
-            f"{directory}: the tokenizer gives id {further[0]}, the vocabulary ends at {vocab_size - 1}; use the "
-            "model's own tokenizer, or add rows with checkpoint.resize_vocabulary: true"
-        )
+        raise ModelError(foreign_id(directory, further[0], vocab_size))
     return [i for i in ids if i < vocab_size]

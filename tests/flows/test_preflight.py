@@ -9,6 +9,7 @@ from flows.preflight import check_recipe
 from flows.recipe import PipelineConfig
 from mca_lib.demo_assets import make_demo_assets
 from mca_lib.errors import ConfigError, ModelError
+from tasks.convert import CheckpointConfig
 
 
 def recipe(folder: Path, **model: object) -> PipelineConfig:
@@ -40,3 +41,20 @@ def test_weights_of_another_size_than_the_config_says_are_named(tmp_path: Path):
     with pytest.raises(ModelError, match=r"mlp\.\w+_proj\.weight .*, expected .* and \d+ more") as caught:
         check_recipe(config)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("where", ["vocabulary", "added tokens"])
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_unless_rows_are_added(tmp_path: Path, where: str):
+    config = recipe(tmp_path)
+    model = Path(config.model.name_or_path)
+    rows = json.loads((model / "config.json").read_text())["vocab_size"]
+    path = model / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    if where == "vocabulary":
+        tokenizer["model"]["vocab"]["further"] = rows
+    else:
+        tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": rows, "content": "<further>"})
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(ModelError, match=f"gives id {rows}, the vocabulary ends at {rows - 1}; .*resize_vocabulary"):
+        check_recipe(config)
+    check_recipe(config.model_copy(update={"checkpoint": CheckpointConfig(resize_vocabulary=True)}))
