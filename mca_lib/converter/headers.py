@@ -14,6 +14,7 @@ from mca_lib.models.config import McaModelConfig, read_json
 
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 PICKLE_FILE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_ADAPTER_CONFIG, _OTHER_WEIGHTS = "adapter_config.json", "transformers_weights"
 
 _DTYPES = {
     "F64": ("float64", 8),
@@ -106,7 +107,11 @@ def _check_offsets(header: dict[str, dict]) -> int:
 
 
 def weight_files(directory: Path) -> dict[Path, set[str] | None]:
-    """Weight files and the names that the index puts into each (None: there is no index)."""
+    """Weight files and the names that the index puts into each (None: there is no index).
+
+    Raises ModelError when there are none, or when transformers would load others.
+    """
+    _check_transformers_loads_them(directory)
     # In transformers' order, which is also that of `tasks.model_files`: the single file goes before an index.
     for single, index in ((SINGLE_FILE, INDEX_FILE), (PICKLE_FILE, PICKLE_INDEX)):
         if (directory / single).is_file():
@@ -114,6 +119,22 @@ def weight_files(directory: Path) -> dict[Path, set[str] | None]:
         if (directory / index).is_file():
             return _indexed(directory, index)
     raise ModelError(f"{directory}: no weights; expected {SINGLE_FILE} or {INDEX_FILE}")
+
+
+def _check_transformers_loads_them(directory: Path) -> None:
+    """Raise ModelError where transformers (5.24) takes other weights than those of the usual names."""
+    if (directory / _ADAPTER_CONFIG).is_file():
+        raise ModelError(
+            f"{directory}: {_ADAPTER_CONFIG} is there, and transformers would apply that PEFT adapter: merge it into "
+            "the model with PEFT's merge_and_unload, or move the adapter's files elsewhere"
+        )
+    config = directory / "config.json"
+    other = read_json(config, ModelError).get(_OTHER_WEIGHTS) if config.is_file() else None
+    if other is not None:
+        raise ModelError(
+            f"{config}: {_OTHER_WEIGHTS}={other!r} has transformers load that file instead of {SINGLE_FILE}: remove "
+            f"the key, and give the file with the weights the name {SINGLE_FILE}"
+        )
 
 
 def _indexed(directory: Path, index: str) -> dict[Path, set[str] | None]:

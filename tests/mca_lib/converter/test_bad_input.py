@@ -77,6 +77,12 @@ def rewrite_as_pickle(directory: Path) -> None:
         pickle.dump({"model.norm.weight": Code()}, file)
 
 
+def add_adapter(directory: Path) -> None:
+    """As PEFT's save_pretrained leaves it in the folder of its base."""
+    (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
+    save_file({"base_model.model.x.lora_A.weight": torch.ones(4, 64)}, directory / "adapter_model.safetensors")
+
+
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated file": (truncate, r"model\.safetensors: not a whole safetensors file: it has \d+ bytes"),
     "overlapping tensors": (overlap, r"not a whole safetensors file: model\.layers\.\d\.\w+.* begins at byte"),
@@ -124,6 +130,11 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pickle that runs code": (rewrite_as_pickle, r"pytorch_model\.bin: not a readable PyTorch checkpoint"),
     "quantized": (change_config(quantization_config={"quant_method": "gptq"}), r"quant_method='gptq'"),
     "fewer layers in the config": (change_config(num_hidden_layers=2), r"not used by the model: model\.layers\.2"),
+    "other weights for transformers": (
+        change_config(transformers_weights="other.safetensors"),
+        r"config\.json: transformers_weights='other\.safetensors' .* remove the key",
+    ),
+    "adapter beside the weights": (add_adapter, r"adapter_config\.json is there.* merge it"),
     "no config": (lambda directory: (directory / "config.json").unlink(), r"config\.json"),
 }
 

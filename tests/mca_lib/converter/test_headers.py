@@ -33,6 +33,19 @@ def test_weights_that_do_not_fit_are_named_with_their_directory(tmp_path: Path) 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("config.json", '{"transformers_weights": "other.safetensors"}'), ("adapter_config.json", "{}")],
+)
+def test_directory_of_which_transformers_loads_other_weights_is_refused(
+    tmp_path: Path, file: str, content: str
+) -> None:
+    write(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelError, match="transformers"):
+        check_weights(CONFIG, tmp_path)
+
+
 def test_pickle_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / PICKLE_FILE).write_bytes(b"no pickle")
     check_weights(CONFIG, tmp_path)
