@@ -83,6 +83,8 @@ class LatentAttention:
 
     def __post_init__(self) -> None:
         _check_sizes(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if self.qk_rope_head_dim % 2:
+            raise ModelError(f"model config: qk_rope_head_dim={self.qk_rope_head_dim} is odd; channels rotate in pairs")
         if self.v_head_dim > self.qk_head_dim:  # Megatron pads values to the size of keys in packed rows
             raise ModelError(
                 f"model config: v_head_dim={self.v_head_dim} is larger than qk_nope_head_dim + qk_rope_head_dim = "
@@ -144,6 +146,31 @@ class Experts:
             raise ModelError("model config: with one expert per token its normalized weight is always 1; not supported")
         if not self.layers:
             raise ModelError("model config: no layer has experts; use a dense model type")
+        if self.scaling_factor <= 0:  # Megatron takes 0 for none
+            raise ModelError(f"model config: scaling_factor={self.scaling_factor} must be greater than 0")
+        if self.num_groups is not None:
+            self._check_groups(self.num_groups, self.group_topk)
+
+    def _check_groups(self, groups: int, eligible: int | None) -> None:
+        """Groups are rated by the sum of their two best experts (https://arxiv.org/abs/2412.19437, 2.1.2)."""
+        _check_sizes(self, "num_groups", "group_topk")
+        size = self.num_experts // groups
+        if self.num_experts % groups or size < 2:
+            raise ModelError(
+                f"model config: {self.num_experts} experts do not divide into num_groups={groups} (n_group) groups of "
+                "2 or more"
+            )
+        if eligible > groups or self.topk > eligible * size:
+            raise ModelError(
+                f"model config: {self.topk} experts per token from group_topk={eligible} (topk_group) of {groups} "
+                f"groups of {size}: there are not so many"
+            )
+        if eligible < groups and self.topk // eligible != 2:
+            raise ModelError(
+                f"model config: {self.topk} experts per token from group_topk={eligible} (topk_group) of {groups} "
+                f"groups is not supported: Megatron would rate a group by its {self.topk // eligible} best experts, "
+                "and it must be by 2"
+            )
 
     @property
     def has_shared(self) -> bool:
@@ -203,6 +230,28 @@ class McaModelConfig:
             raise ModelError(
                 f"model config: {self.num_attention_heads} attention heads do not divide into "
                 f"{self.num_query_groups} key/value heads"
+            )
+        if self.latent_attention is not None:
+            self._check_latent_rope()
+        elif self.kv_channels % 2:
+            raise ModelError(
+                f"model config: head size kv_channels={self.kv_channels} (head_dim) is odd; channels rotate in pairs"
+            )
+
+    def _check_latent_rope(self) -> None:
+        """What Megatron's latent attention has of the scalings."""
+        rope = self.rope_scaling
+        if rope is None:
+            return
+        supported = "latent attention has yarn, with truncate true, alone"
+        if not isinstance(rope, YarnRope):
+            raise ModelError(f"model config: rope_scaling: {type(rope).__name__} is not supported; {supported}")
+        if not rope.truncate:
+            raise ModelError(f"model config: rope_scaling: truncate=False is not supported; {supported}")
+        if rope.factor <= 1 and rope.attention_factor not in (None, 1):
+            raise ModelError(
+                f"model config: rope_scaling: attention_factor={rope.attention_factor} with factor={rope.factor} is "
+                "not supported: latent attention has no attention factor where the factor is not greater than 1"
             )
 
     # Sizes that the weight tables name.

@@ -133,8 +133,7 @@ def _latent_attention(config: McaModelConfig) -> dict[str, Any]:
     rope = config.rope_scaling
     if rope is None:
         return {**fields, "rope_type": "rope", "rotary_scaling_factor": 1.0}
-    if not isinstance(rope, YarnRope) or not rope.truncate:
-        raise ConfigError(f"rope scaling {rope} is not supported with latent attention; only yarn with truncate is")
+    assert isinstance(rope, YarnRope), rope
     return {
         **fields,
         "rope_type": "yarn",

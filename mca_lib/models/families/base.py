@@ -66,11 +66,15 @@ class Neutral:
     accepted: tuple[Any, ...]
     unless: Callable[[HfConfig], bool] | None = None
     """The field has no effect, and any value passes, when this holds."""
+    null_is_absent: bool = True
+    """To transformers null is the default; false where it takes null for false, and the default is true."""
 
     def check(self, hf: HfConfig) -> None:
         """Raises ModelError naming the field."""
         value = hf.get(self.hf)
-        if value is None or value in self.accepted or (self.unless is not None and self.unless(hf)):
+        if value is None and (self.null_is_absent or self.hf not in hf):
+            return
+        if value in self.accepted or (self.unless is not None and self.unless(hf)):
             return
         accepted = " or ".join(repr(v) for v in self.accepted) or "absent"
         raise ModelError(
@@ -183,5 +187,5 @@ def _part(cls: type, values: dict[str, Any], name: str) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = "null" if value is None else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -74,12 +74,6 @@ def shared_size(hf: HfConfig) -> int | None:
     return _given(hf, "n_shared_experts", 1) * hf["moe_intermediate_size"] or None
 
 
-def groups_fit(hf: HfConfig) -> bool:
-    """The groups do not limit the choice, or are rated by their two best experts, as Megatron does for this ratio."""
-    groups, eligible = hf.get("n_group"), hf.get("topk_group")
-    return groups is None or eligible is None or eligible >= groups or hf.get("num_experts_per_tok", 8) // eligible == 2
-
-
 FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
@@ -112,20 +106,17 @@ FAMILY = Family(
         # The publisher's code, of which transformers has its own version.
         Neutral("auto_map", (), unless=lambda hf: all("_deepseek." in str(name) for name in hf["auto_map"].values())),
         Neutral("attention_bias", (False,)),
-        Neutral("rope_interleave", (True,)),
-        Neutral("norm_topk_prob", (True,)),
+        Neutral("rope_interleave", (True,), null_is_absent=False),
+        Neutral("norm_topk_prob", (True,), null_is_absent=False),
         Neutral("scoring_func", ("sigmoid",)),
         Neutral("topk_method", ("noaux_tc",)),
         Neutral("moe_layer_freq", (1,)),
         Neutral("num_key_value_heads", (), unless=one_key_per_head),
-        Neutral("topk_group", (), unless=groups_fit),
     ),
     fixed={"moe.score_function": "sigmoid", "moe.expert_bias": True},
     derived={
         "moe.layers": lambda hf: tuple(range(_given(hf, "first_k_dense_replace", 3), hf["num_hidden_layers"])),
-        "moe.shared_ffn_hidden_size": lambda hf: (
-            _given(hf, "n_shared_experts", 1) * hf["moe_intermediate_size"] or None
-        ),
+        "moe.shared_ffn_hidden_size": shared_size,
     },
     copies=(
         TIED_HEAD,

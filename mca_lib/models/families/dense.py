@@ -40,6 +40,7 @@ DENSE_NEUTRAL = (
     Neutral("num_experts", (0,)),
     Neutral("num_local_experts", (0,)),
     Neutral("add_cross_attention", (False,)),
+    Neutral("is_causal", (True,), null_is_absent=False),
 )
 
 _MCA, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."

@@ -15,14 +15,14 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    *("n_group", "topk_group", "decoder_sparse_step"),
+    "decoder_sparse_step",
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _COUNTS = (
-    *("num_experts", "num_local_experts", "n_shared_experts", "first_k_dense_replace"),
+    *("num_experts", "num_local_experts", "first_k_dense_replace"),
     *("num_nextn_predict_layers", "num_mtp_layers"),
 )
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_cache")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_cache")
 _ROPES = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -61,6 +61,7 @@ def _token_ids(value: Any) -> bool:
 
 
 _SIZE = Kind("a positive integer", lambda v: _whole(v) and v > 0)
+_COUNT = Kind("an integer, 0 or more", lambda v: _whole(v) and v >= 0)
 _POSITIVE = Kind("a positive number", lambda v: _number(v) and v > 0)
 _OBJECT = Kind("an object", lambda v: isinstance(v, dict))
 _TOKEN = Kind("an integer", _whole)
@@ -69,10 +70,14 @@ _DTYPE = Kind("one of " + ", ".join(_DTYPES), lambda v: v in _DTYPES)
 FIELD_TYPES: dict[str, Kind] = {
     **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), _SIZE),
     "max_position_embeddings": Kind(_SIZE.words, _SIZE.holds, nullable=False),
-    **dict.fromkeys(_COUNTS, Kind("an integer, 0 or more", lambda v: _whole(v) and v >= 0)),
+    **dict.fromkeys(_COUNTS, _COUNT),
     "mlp_only_layers": Kind("a list of numbers of layers", lambda v: isinstance(v, list) and all(map(_whole, v))),
-    **dict.fromkeys(("norm_topk_prob", "qkv_bias"), Kind("true or false", lambda v: isinstance(v, bool))),
-    **dict.fromkeys(("routed_scaling_factor", "router_aux_loss_coef"), Kind("a number, 0 or more", _not_negative)),
+    # To transformers 5 null is an error; other programs take it for no groups, or no shared expert.
+    **dict.fromkeys(("n_group", "topk_group"), Kind(_SIZE.words, _SIZE.holds, nullable=False)),
+    "n_shared_experts": Kind(_COUNT.words, _COUNT.holds, nullable=False),
+    "norm_topk_prob": Kind("true or false", lambda v: isinstance(v, bool)),
+    "router_aux_loss_coef": Kind("a number, 0 or more", _not_negative),
+    "routed_scaling_factor": _POSITIVE,
     "auto_map": _OBJECT,
     **dict.fromkeys(_FLAGS, Kind("true or false", lambda v: isinstance(v, bool), nullable=False)),
     **dict.fromkeys(_ROPES, _OBJECT),

@@ -54,12 +54,17 @@ def test_shares_of_the_ranks_hold_every_element_once(name: str, size: int) -> No
 
 
 def test_query_heads_are_interleaved_with_their_key_and_value() -> None:
-    config = dataclasses.replace(CONFIG, num_attention_heads=4, num_query_groups=2, kv_channels=1)
+    config = dataclasses.replace(CONFIG, num_attention_heads=4, num_query_groups=2, kv_channels=2)
     mapping = QKV("fused", ("q", "k", "v"), columns=())
-    q, k, v = torch.tensor([10.0, 11, 12, 13]), torch.tensor([20.0, 21]), torch.tensor([30.0, 31])
-    assert mapping.to_mca([q, k, v], config).tolist() == [10, 11, 20, 30, 12, 13, 21, 31]
-    assert mapping.to_mca([q, k, v], config, 1, 2).tolist() == [12, 13, 21, 31]
-    assert mapping.to_mca([q, k, v], config, 1, 4).tolist() == [20, 30]  # inside a group
+    q, k, v = (torch.tensor(heads).repeat_interleave(2) for heads in ([10, 11, 12, 13], [20, 21], [30, 31]))
+
+    def heads(*place: int) -> list[int]:
+        """The number that both channels of a head hold, in the order of the fused rows."""
+        return mapping.to_mca([q, k, v], config, *place)[::2].tolist()
+
+    assert heads() == [10, 11, 20, 30, 12, 13, 21, 31]
+    assert heads(1, 2) == [12, 13, 21, 31]
+    assert heads(1, 4) == [20, 30]  # inside a group
 
 
 def test_each_half_of_a_gated_mlp_is_split_on_its_own() -> None:

@@ -136,6 +136,8 @@ def test_every_spelling_is_read_and_written_back(model_type: str, own: str, othe
         config_from_hf({**hf, own: 2})
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+
 REFUSED = [
     ("mixtral", {"num_experts_per_tok": 5}, "5 experts per token of 4 experts"),
     ("mixtral", {"num_experts_per_tok": 1}, "normalized weight is always 1"),
@@ -147,6 +149,18 @@ REFUSED = [
     ("deepseek_v3", {"first_k_dense_replace": 6}, "no layer has experts"),
     ("deepseek_v3", {"first_k_dense_replace": "3"}, r"config\.json: first_k_dense_replace='3'"),
     ("deepseek_v3", {"n_routed_experts": None}, "n_routed_experts is missing"),
+    ("deepseek_v3", {"n_group": 3, "topk_group": 1}, "16 experts do not divide into num_groups=3"),
+    ("deepseek_v3", {"n_group": 16, "topk_group": 1}, "16 experts do not divide into num_groups=16 .* of 2 or more"),
+    ("deepseek_v3", {"topk_group": 9}, r"from group_topk=9 \(topk_group\) of 8 groups of 2"),
+    ("deepseek_v3", {"num_experts_per_tok": 3}, r"3 experts per token from group_topk=1 \(topk_group\) of 8 groups"),
+    ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "would rate a group by its 1 best"),
+    ("deepseek_v3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 is odd"),
+    ("deepseek_v3", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "LinearRope is not supported"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "truncate": False}}, "truncate=False is not supported"),
+    ("deepseek_v3", {"rope_scaling": {**YARN, "factor": 1.0, "attention_factor": 1.3}}, "attention_factor=1.3 with"),
+    ("llama", {"head_dim": 9}, r"kv_channels=9 \(head_dim\) is odd"),
+    ("mistral", {"hidden_size": 44, "num_attention_heads": 6}, r"kv_channels=7 \(head_dim\) is odd"),
+    ("llama", {"hidden_size": 50}, "hidden_size=50 does not divide by num_attention_heads=6"),
 ]
 
 
@@ -155,6 +169,14 @@ def test_what_cannot_be_is_one_line(model_type: str, changes: dict[str, Any], me
     with pytest.raises(ModelError, match=message) as error:
         config_from_hf({**BASES[model_type], **changes})
     assert "\n" not in str(error.value)
+
+
+def test_default_groups_are_checked_as_given_ones_are() -> None:
+    plain = {name: value for name, value in DEEPSEEK.items() if name not in ("n_group", "topk_group")}
+    config = config_from_hf({**plain, "num_experts_per_tok": 8})
+    assert (config.moe.num_groups, config.moe.group_topk) == (8, 4)
+    with pytest.raises(ModelError, match="group_topk=4"):
+        config_from_hf(plain)
 
 
 def test_publishers_code_is_no_obstacle_where_transformers_has_the_model() -> None:

@@ -57,7 +57,7 @@ REFUSED = {
     "topk_method": "greedy",
     "moe_layer_freq": 2,
     "num_key_value_heads": 2,
-    "topk_group": 3,
+    "is_causal": False,
 }
 """Field of a `Neutral` rule → a value that changes the mathematics."""
 
@@ -74,6 +74,19 @@ def test_field_that_is_not_carried_over_is_refused_by_name(model_type: str, fiel
     with pytest.raises(ModelError, match=field) as error:
         check_hf_config({**BASES[model_type], field: REFUSED[field]})
     assert "\n" not in str(error.value)
+
+
+NULL_IS_FALSE = [
+    *((name, "is_causal") for name in FAMILIES),
+    *(("deepseek_v3", field) for field in ("norm_topk_prob", "rope_interleave")),
+]
+"""Fields whose null transformers takes for false, where an absent one is true."""
+
+
+@pytest.mark.parametrize(("model_type", "field"), NULL_IS_FALSE)
+def test_null_that_stands_for_false_is_refused(model_type: str, field: str) -> None:
+    with pytest.raises(ModelError, match=rf"^config\.json: {field}=null is not supported"):
+        check_hf_config({**BASES[model_type], field: None})
 
 
 @pytest.mark.parametrize("model_type", BASES)
@@ -114,6 +127,11 @@ ODD = {
     "num_key_value_heads": ["2", 0],
     "max_position_embeddings": [None, 2.0],
     "vocab_size": [NAN],
+    "qkv_bias": [None],
+    "n_group": [None],
+    "topk_group": [None],
+    "n_shared_experts": [None],
+    "routed_scaling_factor": [0.0, 0, -1.0],
 }
 
 
