@@ -49,5 +49,5 @@ class ExportStage(Stage):
     def produce(self, ctx: StageContext) -> Produced:
         spec = {"checkpoint": str(self.checkpoint.path), "output": str(ctx.staging), **self.identity()}
         if self.adapter is not None:
-            spec |= {"adapter": str(self.adapter.path), "base": self.checkpoint.parts["weights"]}
+            spec |= {"adapter": str(self.adapter.path), "base": self.checkpoint.parts.get("weights")}
         return Produced(stats=ctx.run_job("export", spec))

@@ -220,7 +220,7 @@ class TrainStage(Stage):
         training, parallel = self.training, self.parallel
         return {
             "model_name_or_path": str(self.checkpoint.path),
-            "weights_digest": self.checkpoint.parts["weights"],
+            "weights_digest": self.checkpoint.parts.get("weights"),
             "token_store": str(self.dataset.path),
             "output_dir": str(work),
             "final_dir": str(final),
@@ -274,8 +274,6 @@ class TrainStage(Stage):
 
 def training_problems(training: TrainingConfig, parallel: ParallelConfig, launcher: LauncherConfig) -> Iterator[str]:
     """What these sections ask for and this release cannot do, and numbers that do not divide: `field: reason`."""
-    if training.finetuning_type == "lora":
-        yield "training.finetuning_type: lora is not available in this release; use full"
     if not training.use_mca:
         yield "training.use_mca: the LLaMA-Factory backend is not available in this release; use true"
     ranks, problems = launcher.nproc_per_node, [*size_problems(parallel)]

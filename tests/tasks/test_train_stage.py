@@ -29,6 +29,7 @@ TRAINING = TrainingConfig(
     global_batch_size=4, num_train_epochs=4, learning_rate=5e-3, precision="fp32", save_steps=2, seed=3
 )
 DPO = TRAINING.model_copy(update={"stage": "dpo"})
+LORA = TRAINING.model_copy(update={"finetuning_type": "lora"})
 TWO_RANKS = LauncherConfig(nproc_per_node=2)
 
 
@@ -209,7 +210,7 @@ def test_a_mistake_that_a_rank_finds_is_one_line(store, folder):
             {"training": DPO, "dpo": DpoConfig(pref_loss="ipo", label_smoothing=0.1)},
             "dpo.label_smoothing: .*use sigmoid",
         ),
-        ({"training": TRAINING.model_copy(update={"finetuning_type": "lora"})}, "training.finetuning_type: lora"),
+        ({"training": LORA, "lora": LoraConfig(target_modules=["q_prj"])}, r"lora.target_modules: .*'q_proj'\?"),
         ({"training": TRAINING.model_copy(update={"use_mca": False})}, "training.use_mca: "),
         ({"launcher": LauncherConfig(nproc_per_node=3)}, r"launcher.nproc_per_node: 3 ranks .* = 2"),
         (
