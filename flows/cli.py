@@ -1,8 +1,8 @@
 """``mcaflow``: run a recipe, see what a run would do, look into the store; convert, inspect and verify models.
 
 Only the standard library and typer load at start; each command imports what it needs, so ``--help`` answers at once.
-Exit codes: 0 done; 1 a stage failed or damage was found; 2 something for the user to mend; 130 interrupted,
-143 terminated.
+Exit codes: 0 done; 1 a stage failed or damage was found; 2 something for the user to mend; 3 `verify-model` cannot tell;
+130 interrupted, 143 terminated.
 """
 
 import json
@@ -141,7 +141,10 @@ def export(
 def verify_model(
     model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face model.")],
     layouts: Annotated[
-        str | None, typer.Option(help="For instance TP2,PP2xVPP2; default: all that a card has, or their like.")
+        str | None,
+        typer.Option(
+            help="For instance TP2,PP2xFIRST1; default: those of a card, with 3, 5 or 7 where 2 does not fit."
+        ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the card to this file.")] = None,
     generate: Annotated[bool, typer.Option("--generate", help="Compare greedy generations too.")] = False,
@@ -150,7 +153,10 @@ def verify_model(
     ] = None,
     max_kl: Annotated[float | None, typer.Option(help="Largest mean KL per token; likewise.")] = None,
 ) -> None:
-    """Compare a model with transformers at parallel layouts; exit code 1 when it is not verified."""
+    """Compare a model with transformers at parallel layouts: one directory, read by two libraries.
+
+    Exit code 1: not verified. 3: the comparison is too blunt for this model to tell.
+    """
     from flows.model_commands import verify_one
 
     verify_one(model, layouts, output, generate=generate, max_difference=max_difference, max_kl=max_kl)
@@ -168,18 +174,26 @@ def inspect(
     sequence_parallel: Annotated[
         bool, typer.Option("--sequence-parallel", help="Split the activations between tensor parallel regions too.")
     ] = False,
-    first_stage_layers: Annotated[int | None, typer.Option(help="Of the first pipeline rank.")] = None,
-    last_stage_layers: Annotated[int | None, typer.Option(help="Of the last pipeline rank.")] = None,
+    first_stage_layers: Annotated[
+        int | None, typer.Option(help="Layers of the first pipeline rank; default: an equal share.")
+    ] = None,
+    last_stage_layers: Annotated[
+        int | None, typer.Option(help="Layers of the last pipeline rank; default: an equal share.")
+    ] = None,
     pipeline_layout: Annotated[
         str | None, typer.Option(help="What each stage holds, for instance 'Et*3|t*5L'.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Of all machines; default: the fewest that fit.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of all machines; default: one replica of the layout.")
+    ] = None,
     data: Annotated[int | None, typer.Option(help="Replicas of the model, instead of --ranks.")] = None,
-    precision: Annotated[str, typer.Option(help="bf16 or fp32.")] = "bf16",
+    precision: Annotated[str, typer.Option(help="Of the weights, bf16 or fp32; gradients are fp32.")] = "bf16",
     distributed_optimizer: Annotated[bool, typer.Option(help="Replicas share the optimizer state.")] = True,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = 1,
-    recompute: Annotated[str, typer.Option(help="none, selective or full.")] = "none",
+    recompute: Annotated[
+        str, typer.Option(help="none; selective: attention scores are computed twice; full: whole layers are.")
+    ] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show a model's config, its parameters, and the memory that training takes at a layout; allocates nothing."""

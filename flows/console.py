@@ -96,6 +96,8 @@ def describe_metrics(metrics: dict[str, object]) -> str:
         match name, value:
             case _, None:
                 continue
+            case "doing", str():
+                parts.append(value)
             case "eta_seconds", int() | float():
                 parts.append(f"{int(value) // 60}:{int(value) % 60:02d} left")
             case "tokens_per_second", int() | float():

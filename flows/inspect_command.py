@@ -13,7 +13,7 @@ from mca_lib.converter.headers import check_weights, weight_files
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models import size
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint, read_json
-from mca_lib.models.layout import Layout, model_ranks, rank_problems, size_problems
+from mca_lib.models.layout import ARGUMENTS, Layout, model_ranks, rank_problems, renamed, size_problems
 from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.models.memory import StageMemory, Training, stage_memory
 from mca_lib.models.registry import config_from_hf
@@ -36,7 +36,11 @@ _SHOWN = (
     "mtp_num_layers",
     "tie_word_embeddings",
 )
+_OPTIONS = {name: "--" + name.replace("_", "-") for name in ARGUMENTS}
+"""Field of a layout → the command's option."""
 _BYTES = ("weights", "gradients", "optimizer", "activations", "total")
+_WIDE = 500
+"""Columns for tables of numbers: a narrow terminal wraps them, it does not cut them."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ class Inspection:
     ranks: int
     training: Training
     refused: str | None
-    """Why the model cannot be trained so."""
+    """Why the model cannot be trained at this layout."""
     stages: tuple[StageMemory, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,14 +77,16 @@ class Inspection:
 def inspect_model(
     model: Path, layout: Layout, training: dict[str, Any], *, ranks: int | None, data: int | None, as_json: bool
 ) -> None:
-    """``mcaflow inspect``; exit code 2 when the model cannot be laid out so."""
+    """``mcaflow inspect``; exit code 2 when the model cannot be trained at the layout, which JSON says as well."""
     found = inspection(model, layout, _training(training), ranks, data)
     if as_json:
         print(json.dumps(found.to_dict(), indent=1))
+        if found.refused:
+            sys.exit(2)
+    elif found.refused:
+        raise ConfigError(found.refused)
     else:
         _print(found, Console())
-    if found.refused:
-        sys.exit(2)
 
 
 def inspection(
@@ -88,19 +94,19 @@ def inspection(
 ) -> Inspection:
     """Raises ModelError for a model that cannot be converted, ConfigError for sizes that contradict each other."""
     config, weights = _read(model)
-    for problem in size_problems(layout, {name: "--" + name.replace("_", "-") for name in asdict(layout)}):
+    for problem in size_problems(layout, _OPTIONS):
         raise ConfigError(problem)
     if ranks is not None and data is not None:
         raise ConfigError("--ranks and --data are both given; one follows from the other")
     ranks = ranks or (data * model_ranks(layout) if data else ranks_of(layout))
-    refused = next(rank_problems(layout, ranks), None)
+    refused = next(rank_problems(layout, ranks, _OPTIONS), None)
     stages: tuple[StageMemory, ...] = ()
     try:
         check_training_layout(config, layout)
         if refused is None:
             stages = stage_memory(config, layout, training, ranks)
     except ConfigError as error:
-        refused = str(error)
+        refused = renamed(str(error), _OPTIONS)
     return Inspection(config, weights, layout, ranks, training, refused, stages)
 
 
@@ -116,8 +122,13 @@ def _read(model: Path) -> tuple[McaModelConfig, str]:
         files = weight_files(model)
     except ModelError:
         return config, "none here" if not any(model.glob("*.safetensors*")) else "incomplete"
-    check_weights(config, model)
-    return config, f"{len(files)} file{'s' * (len(files) > 1)}, complete by the headers"
+    stored = check_weights(config, model)
+    without = (
+        ""
+        if stored.mtp_num_layers == config.mtp_num_layers
+        else (f", without the {config.mtp_num_layers} multi-token prediction layers that config.json counts")
+    )
+    return stored, f"{len(files)} file{'s' * (len(files) > 1)}, complete by the headers{without}"
 
 
 def _training(values: dict[str, Any]) -> Training:
@@ -146,8 +157,11 @@ def _print(found: Inspection, console: Console) -> None:
     for name in _SHOWN:
         if config[name] not in (None, 0, False):
             facts.add_row(name, _short(config[name]))
+    if found.config.moe is not None:
+        facts.add_row("balancing", "off in training: neither aux_loss_coeff nor updates of expert biases are used")
     facts.add_row("weights", found.weights)
     console.print(facts, highlight=False)
+    wide = Console(width=_WIDE)
     console.print()
     parts = Table("part", "parameters", box=None, pad_edge=False)
     parts.columns[1].justify = "right"
@@ -157,7 +171,7 @@ def _print(found: Inspection, console: Console) -> None:
     parts.add_row("total", f"{size.total(found.config):,}")
     if size.active(found.config) != size.total(found.config):
         parts.add_row("active per token", f"{size.active(found.config):,}")
-    console.print(parts)
+    wide.print(parts)
     console.print()
     training = found.training
     optimizer = "distributed optimizer" if training.distributed_optimizer else "optimizer on every replica"
@@ -167,16 +181,13 @@ def _print(found: Inspection, console: Console) -> None:
         f"recompute {training.recompute}",
         highlight=False,
     )
-    if found.refused:
-        console.print(f"cannot be laid out so: {found.refused}", style="yellow", highlight=False, soft_wrap=True)
-        return
     memory = Table("stage", "layers", "parameters", *_BYTES, box=None, pad_edge=False)
     for column in memory.columns:
         column.justify = "right"
     for stage in found.stages:
         sizes = [f"{getattr(stage, name) / 2**30:.2f}" for name in _BYTES]
         memory.add_row(str(stage.stage), str(stage.layers), f"{stage.parameters:,}", *sizes)
-    console.print(memory)
+    wide.print(memory)
     console.print(
         "GiB per rank. Activations are an estimate (what the backward pass keeps, after Korthikanti et al. 2022, "
         "arXiv 2205.05198); what the framework and communication need comes on top.",

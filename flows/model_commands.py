@@ -12,18 +12,23 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flows.commands import human_size
+from mca_lib.checkpoint.publish import require_room_for
+from mca_lib.converter.headers import check_weights
 from mca_lib.errors import ConfigError, ModelError
+from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 from mca_lib.verification.card import Card, write_text
 from tasks.errors import StageFailed
 from tasks.jobs import run_job
 
 MAX_LOGITS_DIFFERENCE = 1e-3
 """Of `convert --check`."""
+_EXIT_CODES = {"not verified": 1, "inconclusive": 3}
 
 
 def convert_model(model: Path, output: Path, *, check: bool) -> None:
     """``mcaflow convert``."""
-    _require_directory(model)
+    _check_source(model)
+    require_room_for(output)
     limit = MAX_LOGITS_DIFFERENCE if check else None
     spec = {"model": str(model), "output": str(output), "max_logits_difference": limit}
     result = _run("convert", spec, f"convert {model.name}")
@@ -38,6 +43,7 @@ def convert_model(model: Path, output: Path, *, check: bool) -> None:
 def export_checkpoint(checkpoint: Path, output: Path, *, dtype: str, max_shard_size: str) -> None:
     """``mcaflow export``."""
     _require_directory(checkpoint)
+    require_room_for(output)
     spec = {
         "checkpoint": str(checkpoint),
         "output": str(output),
@@ -57,10 +63,10 @@ def verify_one(
     max_difference: float | None,
     max_kl: float | None,
 ) -> None:
-    """``mcaflow verify-model``; exit code 1 when the model is not verified."""
+    """``mcaflow verify-model``; exit code 1 when the model is not verified, 3 when the comparison cannot tell."""
     from mca_lib.verification.layouts import parse_layout
+    from mca_lib.verification.sample import require_tokenizer
 
-    _require_directory(model)
     names = [name for name in (layouts or "").split(",") if name.strip()]
     for name in names:
         parse_layout(name)
@@ -69,6 +75,9 @@ def verify_one(
             raise ConfigError(f"{name} {value}: it must be a positive number")
     if output is not None and output.is_dir():
         raise ConfigError(f"--output {output}: a folder; give the name of a file")
+    _check_source(model)
+    if generate:
+        require_tokenizer(model)
     spec = {
         "model": str(model.absolute()),
         "layouts": names or None,
@@ -80,12 +89,14 @@ def verify_one(
     if output is not None:
         write_text(output, result["markdown"])
         print(f"card: {output}")
-    _print_card(Card.from_dict(result["card"]))
-    if result["problems"]:
-        for problem in result["problems"]:
-            print(f"mcaflow: not verified: {problem}", file=sys.stderr)
-        sys.exit(1)
-    print("verified")
+    card = Card.from_dict(result["card"])
+    _print_card(card)
+    if card.verdict() == "verified":
+        print(f"verified: {card.headline()}")
+        return
+    for text in card.problems() or [card.headline()]:
+        print(f"mcaflow: {card.verdict()}: {text}", file=sys.stderr)
+    sys.exit(_EXIT_CODES[card.verdict()])
 
 
 def _print_card(card: Card) -> None:
@@ -104,24 +115,39 @@ def _print_card(card: Card) -> None:
             f"top-1 {r.everything.top1:.2%}, round trip: {back}"
         )
     for s in card.sensitivity:
-        print(f"made wrong on purpose, {s.change}: max |Δ| {s.measured.max_difference:.2g}, KL {s.measured.kl:.2g}")
+        noticed = "noticed" if card.limits.exceeded(s.measured) else "not noticed"
+        print(
+            f"with {s.change}: max |Δ| {s.measured.max_difference:.2g}, KL {s.measured.kl:.2g}, {noticed}"
+            + ("" if s.required else " (one weight of a large model may be lost in rounding)")
+        )
     if card.generations is not None:
         g = card.generations
         print(f"greedy generations: {g.identical} of {g.prompts} identical over {g.tokens} tokens")
 
 
 def _run(job: str, spec: dict[str, Any], title: str, *, show_steps: bool = False) -> dict[str, Any]:
-    """Run a job under a bar. Raises UserError; any other failure is one line and exit code 1."""
+    """Run a job under a bar, or with a line for each thing that it does. Raises UserError; any other failure is one
+    line and exit code 1."""
     signal.signal(signal.SIGTERM, _terminated)
     console = Console(stderr=True)
     folder = Path(tempfile.mkdtemp(prefix="mcaflow-"))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         with Progress(*columns, console=console, disable=not console.is_terminal) as bars:
-            bar = bars.add_task(title, total=None)
+            bar = bars.add_task(f"{title}: starting", total=None)
+            if not console.is_terminal:
+                console.print(title, markup=False, highlight=False)
+            doing = "starting"
 
             def show(report: dict[str, Any]) -> None:
-                bars.update(bar, completed=report["done"], total=report["total"])
+                nonlocal doing
+                if report.get("doing", doing) != doing:
+                    doing = report["doing"]
+                    if not console.is_terminal:
+                        console.print(f"  {doing}", markup=False, highlight=False)
+                bars.update(
+                    bar, description=f"{title}: {doing}", completed=report["done"], total=report["total"] or None
+                )
                 if show_steps and "text" in report:
                     bars.console.print(report["text"], markup=False, highlight=False)
 
@@ -142,6 +168,21 @@ def _run(job: str, spec: dict[str, Any], title: str, *, show_steps: bool = False
 
 def _terminated(number: int, frame: object) -> NoReturn:
     sys.exit(128 + number)
+
+
+def _check_source(model: Path) -> None:
+    """Raise ModelError for what config.json and the headers of the weights tell; says what a conversion leaves out."""
+    _require_directory(model)
+    if is_mca_checkpoint(model):
+        raise ModelError(f"{model}: an MCA checkpoint; give the directory of a Hugging Face model")
+    config = McaModelConfig.from_pretrained(model)
+    stored = check_weights(config, model)
+    if absent := config.mtp_num_layers - stored.mtp_num_layers:
+        print(
+            f"mcaflow: {model}: config.json counts {absent} multi-token prediction layer{'s' * (absent > 1)} and the "
+            "files have none of their weights; they are left out",
+            file=sys.stderr,
+        )
 
 
 def _require_directory(path: Path) -> None:

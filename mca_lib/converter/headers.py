@@ -44,17 +44,21 @@ class StoredTensor:
     """Byte of the file at which its data begin."""
 
 
-def check_weights(config: McaModelConfig, directory: Path) -> None:
-    """Raise ModelError when safetensors files and config do not fit; pickles have no header and wait for `convert`."""
+def check_weights(config: McaModelConfig, directory: Path) -> McaModelConfig:
+    """Raise ModelError when safetensors files and config do not fit; pickles have no header and wait for `convert`.
+
+    Returns:
+        the config with the dtypes and multi-token prediction layers that the files really have; of pickles as it is
+    """
     tensors: dict[str, TensorInfo] = {}
     for path, names in weight_files(directory).items():
         if path.suffix == ".bin":
-            return
+            return config
         found = read_header(path)
         check_against_index(path, names, found)
         tensors |= found
     try:
-        make_plan(config, dequantized(tensors, config.hf_config))
+        return make_plan(config, dequantized(tensors, config.hf_config)).config(config)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
 

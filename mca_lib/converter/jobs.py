@@ -8,6 +8,7 @@ export     {"checkpoint": MCA directory, "output": directory, "dtype": "auto", "
             "lora": "both"}                           what is written: "merged", "adapter", or both, then in adapter/
 """
 
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -54,20 +55,22 @@ def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         size = tokenizer_size(load_tokenizer(model)) if spec.get("resize_vocabulary") else 0
         rows = extra_rows(source, config, size)
         if limit is None:
-            result = convert_hf(model, output, read_back=True, extra_rows=rows, progress=progress)
+            result = convert_hf(model, output, read_back=True, extra_rows=rows, progress=_writing(progress))
             return {**result, "logits": None}
         _check_memory(model, plan, config)
     ids = sample_ids(
         model, config.vocab_size, config.max_position_embeddings, _texts(spec), skip_further=size > config.vocab_size
     )
+    progress(0, len(plan.entries), doing="computing the logits of transformers")
     reference_SV = hf_logits(model, ids)  # before Megatron is here: what transformers computes, untouched
 
     def check(folder: Path, plan: Plan) -> dict[str, Any]:
+        progress(len(plan.entries), len(plan.entries), doing="loading what was written, comparing its logits")
         difference = _compare(folder, plan, ids, reference_SV)
         check_difference(difference, limit, str(model))
         return {"logits": difference.to_dict()}
 
-    return convert_hf(model, output, check=check, extra_rows=rows, progress=progress)
+    return convert_hf(model, output, check=check, extra_rows=rows, progress=_writing(progress))
 
 
 def export(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -86,11 +89,16 @@ def export(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         dtype=spec.get("dtype", "auto"),
         max_shard_size=spec.get("max_shard_size", "5GB"),
         adapter=adapter,
-        progress=progress,
+        progress=_writing(progress),
     )
     if adapter is not None and lora == "both":
         result["files"] += [f"adapter/{name}" for name in copy_adapter(adapter.directory, output / "adapter")]
     return result
+
+
+def _writing(progress: Progress) -> Progress:
+    """Says what the tensors are counted for."""
+    return partial(progress, doing="writing and checking tensors")
 
 
 def _check_memory(model: Path, plan: Plan, config: McaModelConfig) -> None:

@@ -7,6 +7,7 @@ Both hold at once: experts are spread over the ranks of the data, context and te
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -69,6 +70,16 @@ class Layout:
         if args is None:
             return cls()
         return cls(**{name: getattr(args, argument) for name, argument in ARGUMENTS.items()})
+
+
+def renamed(message: str, names: Mapping[str, str]) -> str:
+    """A message that names fields as a recipe does, with other names: `parallel.tensor=3` → `--tensor=3`.
+
+    A flag has no value, and what is to be set is written as an option takes it: `--last-stage-layers 4`.
+    """
+    message = re.sub(r"parallel\.sequence_parallel: true", "parallel.sequence_parallel", message)
+    message = re.sub(r"\b(set|write) (parallel\.\w+): ", r"\1 \2 ", message)
+    return re.sub(r"\bparallel\.(\w+)", lambda match: names.get(match[1], match[0]), message)
 
 
 def virtual_stages(layout: ParallelSizes) -> int | None:

@@ -4,31 +4,15 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError
 from mca_lib.verification.difference import Measured
+from mca_lib.verification.limits import Limits
 
 FORMAT = 1
+Verdict = Literal["verified", "not verified", "inconclusive"]
 _FENCE = "```json card\n"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a card must stay within."""
-
-    max_difference: float = 1e-4
-    """Largest |Δ| of an fp32 logit."""
-    kl: float = 1e-9
-    """Mean KL per token."""
-
-    def exceeded(self, measured: Measured) -> str | None:
-        """Which limit, and by how much; None when within both. NaN exceeds."""
-        if not measured.max_difference <= self.max_difference:
-            return f"max |Δ| {measured.max_difference:.2g} > {self.max_difference:.2g}"
-        if not measured.kl <= self.kl:
-            return f"KL {measured.kl:.2g} > {self.kl:.2g}"
-        return None
 
 
 @dataclass(frozen=True)
@@ -64,7 +48,7 @@ class LayoutResult:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A model that was made wrong on purpose: the same comparison must not pass."""
+    """A deliberate change to the model, and what the comparison then measures: it must not pass."""
 
     change: str
     measured: Measured
@@ -104,22 +88,48 @@ class Card:
     sensitivity: tuple[Sensitivity, ...]
     unsupported: tuple[str, ...]
     generations: Generations | None = None
+    largest_logit: float | None = None
+    """Its absolute value in the reference; the limits of a user's model follow from it."""
     table_digest: str | None = None
     """Of the family's tables and the tiny config; cards of families only."""
     config: dict[str, Any] = field(default_factory=dict)
     """The tiny config; cards of families only."""
 
     def problems(self) -> list[str]:
-        """Why the model is not verified; empty when it is."""
+        """What is wrong with the model; empty when nothing was found."""
         found = [f"{r.layout}: {p}" for r in self.layouts if (p := r.problem(self.limits))]
         if not any(r.everything for r in self.layouts):
             found.append("no layout was measured")
-        found += [
-            f"not noticed: {s.change}" for s in self.sensitivity if s.required and not self.limits.exceeded(s.measured)
-        ]
         if self.generations and self.generations.identical != self.generations.prompts:
             found.append(f"greedy generations: {self.generations.first_difference}")
         return found
+
+    def unnoticed(self) -> list[str]:
+        """Deliberate changes that would have passed, and must not: the comparison is too blunt for this model."""
+        return [s.change for s in self.sensitivity if s.required and not self.limits.exceeded(s.measured)]
+
+    def verdict(self) -> Verdict:
+        """A wrong model is wrong however blunt the comparison is."""
+        if self.problems():
+            return "not verified"
+        return "inconclusive" if self.unnoticed() else "verified"
+
+    def headline(self) -> str:
+        """The verdict in a sentence."""
+        match self.verdict():
+            case "not verified":
+                return "; ".join(self.problems())
+            case "inconclusive":
+                return (
+                    "nothing differs by more than the limits, but the comparison is too blunt for this model: it "
+                    f"would not have noticed {' or '.join(self.unnoticed())}. The limits are too wide for how little "
+                    "the model's logits depend on it; set lower ones, or verify trained weights"
+                )
+            case _:
+                return (
+                    "at every layout that was measured, Megatron-Core gives the logits of transformers up to rounding, "
+                    "and the source's tensors come back bit by bit"
+                )
 
     def to_json(self) -> str:
         return json.dumps(_finite({"format": FORMAT, **asdict(self)}), indent=1, ensure_ascii=False, allow_nan=False)
@@ -182,8 +192,7 @@ def write_text(path: Path, text: str) -> None:
 
 def markdown(card: Card) -> str:
     """The card as a document."""
-    problems = card.problems()
-    verdict = "**Verified.**" if not problems else "**Not verified:** " + "; ".join(problems) + "."
+    verdict = f"**{card.verdict().capitalize()}**: {card.headline()}."
     limits, own = card.limits, card.own_difference
     lines = [
         f"# {card.model}",
@@ -195,10 +204,14 @@ def markdown(card: Card) -> str:
         f"{card.loss_tokens}. Limits: max |Δ| ≤ {limits.max_difference:.2g}, mean KL ≤ {limits.kl:.2g}.",
         "Yardstick: `transformers` with SDPA attention differs from itself with eager attention by",
         f"max |Δ| {own.max_difference:.2g}, KL {own.kl:.2g}.",
+        "Source and result are the same directory, read by two libraries: weights that are wrong but finite pass.",
         "",
         *_layout_table(card),
         "",
         "## What the check notices",
+        "",
+        "Each change was made to the model on the side of Megatron-Core alone, and the comparison repeated: a change",
+        "is noticed when the difference exceeds a limit.",
         "",
         "| change | max \\|Δ\\| | KL | noticed |",
         "| --- | --- | --- | --- |",

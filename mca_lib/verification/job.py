@@ -1,7 +1,7 @@
 """The job `verify_model` of `python -m mca_lib.job`.
 
 {"model": HF directory, "layouts": [name, ...] or null, "max_difference": x or null, "max_kl": x or null,
- "generate": false}    → {"card": {...}, "markdown": "...", "problems": [...]}
+ "generate": false}    → {"card": {...}, "markdown": "..."}
 """
 
 import json
@@ -17,9 +17,10 @@ from mca_lib.memory import available_memory
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 from mca_lib.models.size import total
 from mca_lib.ranks import RankError, RankPool
-from mca_lib.verification.card import Limits, markdown
+from mca_lib.verification.card import markdown
 from mca_lib.verification.layouts import STANDARD
-from mca_lib.verification.verify import CEILING, Verification, verify
+from mca_lib.verification.limits import CEILING, Limits
+from mca_lib.verification.verify import Verification, verify
 
 _ROUND_TRIP = 2
 """Copies of the weights that lie in the temporary folder at a time: the checkpoint, and what is exported from it."""
@@ -62,7 +63,7 @@ def verify_model(spec: dict[str, Any], progress: Callable[..., None]) -> dict[st
             card = verify(task, pool, tell)
     except RankError as error:
         raise VerificationFailed(error.summary) from error
-    return {"card": json.loads(card.to_json()), "markdown": markdown(card), "problems": card.problems()}
+    return {"card": json.loads(card.to_json()), "markdown": markdown(card)}
 
 
 def _check_memory(directory: Path) -> None:

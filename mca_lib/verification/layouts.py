@@ -1,6 +1,7 @@
 """The parallel layouts that a verification tries, by name. No torch.
 
-A name says its sizes: `TP2×EP2` is two ranks per weight matrix and two groups of experts. `one rank` is none of them.
+A name says its sizes: `TP2×EP2` is two ranks per weight matrix and two groups of experts. `PP2×FIRST1` is an uneven
+pipeline: its first stage has 1 layer (`LAST` is the last one). `one rank` is none of them.
 """
 
 import math
@@ -9,11 +10,15 @@ from dataclasses import replace
 
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.layout import Layout, expert_tensor_size, model_ranks, size_problems
+from mca_lib.models.layout import Layout, expert_tensor_size, model_ranks, renamed, size_problems
 from mca_lib.models.layout_rules import check_config_layout
 
 ONE_RANK = "one rank"
-STANDARD = (ONE_RANK, "TP2", "TP2×SP", "PP2", "PP2×VPP2", "CP2", "EP2", "TP2×EP2", "TP2×ETP1")
+STANDARD = (
+    ONE_RANK,
+    *("TP2", "TP2×SP", "PP2", "PP2×FIRST1", "PP2×VPP2", "CP2"),
+    *("EP2", "TP2×EP2", "TP2×ETP1", "PP2×EP2"),
+)
 """Every card has these, measured or with the reason why the model cannot be laid out so."""
 
 _SIZES = {
@@ -23,6 +28,12 @@ _SIZES = {
     "CP": "context",
     "EP": "expert",
     "ETP": "expert_tensor",
+    "FIRST": "first_stage_layers",
+    "LAST": "last_stage_layers",
+}
+_NAMES = {field: short for short, field in _SIZES.items()} | {
+    "sequence_parallel": "SP",
+    "pipeline_layout": "a custom pipeline layout",
 }
 _STAND_INS = (3, 5, 7)
 """Sizes that take the place of 2 where 2 does not divide the model."""
@@ -34,7 +45,7 @@ def parse_layout(name: str) -> Layout:
         return Layout()
     values: dict[str, int | bool] = {}
     for part in re.split(r"[×x*]", name.strip()):
-        match = re.fullmatch(r"(TP|PP|VPP|CP|EP|ETP)([1-9]\d*)", part.strip().upper())
+        match = re.fullmatch(rf"({'|'.join(_SIZES)})([1-9]\d*)", part.strip().upper())
         if part.strip().upper() == "SP":
             values["sequence_parallel"] = True
         elif match:
@@ -42,9 +53,7 @@ def parse_layout(name: str) -> Layout:
         else:
             raise ConfigError(f"layout {name!r}: {part!r} is none of {', '.join(_SIZES)} with a size, or SP")
     layout = Layout(**values)
-    for problem in size_problems(
-        layout, {field: short for short, field in _SIZES.items()} | {"sequence_parallel": "SP"}
-    ):
+    for problem in size_problems(layout, _NAMES):
         raise ConfigError(f"layout {name!r}: {problem}")
     return layout
 
@@ -54,7 +63,7 @@ def layout_name(layout: Layout) -> str:
     parts = []
     for short, field in _SIZES.items():
         value = getattr(layout, field)
-        if value is not None and (value > 1 or field == "expert_tensor"):
+        if value is not None and (value > 1 or field in ("expert_tensor", "first_stage_layers", "last_stage_layers")):
             parts.append(f"{short}{value}")
     return "×".join([*parts, *(["SP"] if layout.sequence_parallel else [])]) or ONE_RANK
 
@@ -69,7 +78,7 @@ def refusal(config: McaModelConfig, layout: Layout) -> str | None:
     try:
         check_config_layout(config, layout)
     except ConfigError as error:
-        return str(error)
+        return renamed(str(error), _NAMES)
     return None
 
 

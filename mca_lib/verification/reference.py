@@ -18,9 +18,11 @@ LOGITS_FILE = "reference.safetensors"
 """`row.0`, `row.1`, ...: fp32 [S, V] each."""
 
 
-def write_reference(directory: Path, work: Path, sample: Sample) -> None:
-    """Write transformers' logits of the sample into `work`."""
-    save_file({f"row.{i}": row_SV for i, row_SV in enumerate(_logits(_load(directory), sample))}, work / LOGITS_FILE)
+def write_reference(directory: Path, work: Path, sample: Sample) -> float:
+    """Write transformers' logits of the sample into `work`; returns the largest |logit|."""
+    rows = _logits(_load(directory), sample)
+    save_file({f"row.{i}": row_SV for i, row_SV in enumerate(rows)}, work / LOGITS_FILE)
+    return max(row_SV.abs().max().item() for row_SV in rows)
 
 
 def own_difference(directory: Path, work: Path, sample: Sample) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mca_lib.converter.sample_text import TEXT
-from mca_lib.errors import ModelError
+from mca_lib.errors import ConfigError, ModelError
 from mca_lib.tokenizer import load_tokenizer
 
 ROWS, LENGTH = 4, 120
@@ -89,6 +89,12 @@ def prompts(directory: Path) -> list[list[int]]:
 
 def has_tokenizer(directory: Path) -> bool:
     return any(directory.glob("tokenizer*"))
+
+
+def require_tokenizer(directory: Path) -> None:
+    """Raises ConfigError: a directory without a tokenizer has no prompts."""
+    if not has_tokenizer(directory):
+        raise ConfigError(f"{directory}: no tokenizer, so there is nothing to generate from")
 
 
 def _chat(tokenizer: Any, question: str, answer: str) -> tuple[list[int], list[bool]]:

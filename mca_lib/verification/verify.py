@@ -20,19 +20,16 @@ from mca_lib.models.config import McaModelConfig, is_mca_checkpoint, read_hf_con
 from mca_lib.models.layout import Layout
 from mca_lib.models.size import total
 from mca_lib.ranks import RankError, RankPool
-from mca_lib.verification.card import Card, Generations, LayoutResult, Limits, Sensitivity
+from mca_lib.verification.card import Card, Generations, LayoutResult, Sensitivity
 from mca_lib.verification.difference import Measured, Sums
 from mca_lib.verification.layouts import STANDARD, layout_name, parse_layout, ranks_of, refusal, stand_in
-from mca_lib.verification.sample import Sample, has_tokenizer
+from mca_lib.verification.limits import Limits
+from mca_lib.verification.sample import Sample, require_tokenizer
 from mca_lib.verification.tables import unsupported
 
 PERTURBATION = 1e-2
 NEW_TOKENS = 32
 TIMEOUT_S = 24 * 3600.0
-NOISE_FACTOR = 4
-"""A real model may differ by so many times what transformers' own two kinds of attention differ by."""
-CEILING = Limits(max_difference=1e-2, kl=1e-6)
-"""However noisy transformers itself is."""
 
 _WORK = "mca_lib.verification."
 """Ranks import what they do; it brings torch and Megatron."""
@@ -47,10 +44,12 @@ class Verification:
     directory: Path
     layouts: tuple[str, ...] = STANDARD
     limits: Limits | None = None
-    """None: from the noise of transformers itself, see `noise_limits`."""
+    """None: from the noise of transformers itself, see `Limits.of_noise`."""
     generate: bool = False
     stand_ins: bool = False
-    """Try another size where the model refuses a layout of size 2."""
+    """Where 2 ranks do not divide the model, try 3, 5 or 7."""
+    tiny: bool = False
+    """The model is so small that a single weight must show."""
 
 
 def verify(task: Verification, pool: RankPool, tell: Tell = lambda text: None) -> Card:
@@ -70,15 +69,15 @@ def verify(task: Verification, pool: RankPool, tell: Tell = lambda text: None) -
     files = weight_files(directory)
     check_weights(config, directory)
     wanted = [parse_layout(name) for name in task.layouts]
+    if task.generate:
+        require_tokenizer(directory)
     sample = on_one_rank(
         pool, _WORK + "sample:make_sample", directory, config.vocab_size, config.max_position_embeddings
     )
-    if task.generate and not has_tokenizer(directory):
-        raise ConfigError(f"{directory}: no tokenizer, so there is nothing to generate from")
     with tempfile.TemporaryDirectory(prefix="mcaflow-verify-") as folder:
         run = _Run(directory, Path(folder), config, sample, pool, tell)
-        own = run.reference()
-        limits = task.limits or noise_limits(own)
+        own, largest = run.reference()
+        limits = task.limits or Limits.of_noise(own, largest)
         results = [result for layout in wanted for result in run.layout(layout, limits, task.stand_ins)]
         return Card(
             model_type=config.model_type,
@@ -92,19 +91,11 @@ def verify(task: Verification, pool: RankPool, tell: Tell = lambda text: None) -
             limits=limits,
             own_difference=own,
             layouts=tuple(results),
-            sensitivity=tuple(run.sensitivity(tiny=task.limits is not None)),
+            sensitivity=tuple(run.sensitivity(task.tiny)),
             unsupported=unsupported(config.model_type),
             generations=run.generations() if task.generate else None,
+            largest_logit=largest,
         )
-
-
-def noise_limits(own: Measured) -> Limits:
-    """Limits for a model of any depth: rounding grows with it, and for transformers itself as well."""
-    least = Limits()
-    return Limits(
-        min(max(least.max_difference, NOISE_FACTOR * own.max_difference), CEILING.max_difference),
-        min(max(least.kl, NOISE_FACTOR * own.kl), CEILING.kl),
-    )
 
 
 @dataclass(frozen=True)
@@ -118,11 +109,12 @@ class _Run:
     pool: RankPool
     tell: Tell
 
-    def reference(self) -> Measured:
-        """Write transformers' logits; returns how far its own kinds of attention are apart."""
+    def reference(self) -> tuple[Measured, float]:
+        """Write transformers' logits; returns how far its own kinds of attention are apart, and the largest |logit|."""
         self.tell("transformers")
-        self._one(_WORK + "reference:write_reference", self.directory, self.work, self.sample)
-        return Measured(**self._one(_WORK + "reference:own_difference", self.directory, self.work, self.sample))
+        largest = self._one(_WORK + "reference:write_reference", self.directory, self.work, self.sample)
+        own = self._one(_WORK + "reference:own_difference", self.directory, self.work, self.sample)
+        return Measured(**own), largest
 
     def layout(self, layout: Layout, limits: Limits, stand_ins: bool) -> Sequence[LayoutResult]:
         """The result at a layout, and where that is refused, of what stands in for it."""
@@ -133,7 +125,7 @@ class _Run:
         return [result, *(self.layout(other, limits, False) if other else ())]
 
     def sensitivity(self, tiny: bool) -> Sequence[Sensitivity]:
-        """Models that are wrong in one place; in a tiny one, one weight must show."""
+        """The model with one place changed; in a tiny one, one weight must show."""
         weight = f"decoder.layers.{self.config.num_layers // 2}.self_attention.linear_proj.weight"
         self.tell("one weight changed")
         perturbed = self._one(

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from mca_lib.tiny_models import make_tiny_model
 from mca_lib.verification.card import read_card
 from mca_lib.verification.full_size import CONFIGS
+from tests.mca_lib.tiny_models import save_hf
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,6 +78,17 @@ BAD: dict[str, tuple[list[str], str]] = {
         "--virtual-pipeline: 2 needs --pipeline",
     ),
     "inspect with both": (["inspect", "model", "--ranks", "2", "--data", "2"], "--ranks and --data"),
+    "convert what is not whole": (["convert", "cut", "out"], "cut/model.safetensors"),
+    "verify what is not whole": (["verify-model", "cut"], "cut/model.safetensors"),
+    "generate without a tokenizer": (["verify-model", "bare", "--generate"], "no tokenizer"),
+    "inspect with a layout that does not fit": (
+        ["inspect", "model", "--tensor", "3"],
+        "--tensor=3 does not divide the model's 4 attention heads",
+    ),
+    "inspect with an uneven pipeline": (
+        ["inspect", "model", "--pipeline", "2", "--first-stage-layers", "2"],
+        "--first-stage-layers=2 leave 0 of the model's 2 layers",
+    ),
     "verify nothing": (["verify-model", "nowhere"], "nowhere: no such directory"),
     "verify at no layout": (["verify-model", "model", "--layouts", "TP2,QP3"], "'QP3'"),
     "verify with no limit": (["verify-model", "model", "--max-kl", "0"], "--max-kl 0"),
@@ -89,11 +101,15 @@ def test_a_mistake_is_one_line_and_exit_code_2(model: Path, tmp_path: Path, case
     shutil.copytree(model, tmp_path / "gpt2")
     config = json.loads((model / "config.json").read_text())
     (tmp_path / "gpt2" / "config.json").write_text(json.dumps(config | {"model_type": "gpt2"}))
+    shutil.copytree(model, tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "model.safetensors", 5000)
+    shutil.copytree(model, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     arguments, message = BAD[case]
     run = mcaflow(tmp_path, *arguments)
     assert run.returncode == 2, run.stderr
     assert message in run.stderr
-    assert len(run.stderr.splitlines()) == 1
+    assert [line.startswith("mcaflow: error: ") for line in run.stderr.splitlines()][-1:] == [True]
+    assert run.stdout == ""
     assert not (tmp_path / "out").exists()
     assert os.listdir(tmp_path / "tmp") == []
 
@@ -110,10 +126,37 @@ def test_inspect_knows_a_model_by_its_config_alone(tmp_path: Path) -> None:
     assert found["stages"][0]["total"] == sum(found["stages"][0][name] for name in parts)
 
 
-def test_inspect_says_why_a_layout_cannot_be(model: Path, tmp_path: Path) -> None:
-    run = mcaflow(tmp_path, "inspect", model, "--tensor", "3")
+def test_a_refused_layout_is_said_in_json_too(model: Path, tmp_path: Path) -> None:
+    run = mcaflow(tmp_path, "inspect", model, "--tensor", "3", "--json")
     assert run.returncode == 2
-    assert "cannot be laid out so: parallel.tensor=3 does not divide the model's 4 attention heads" in run.stdout
+    assert json.loads(run.stdout)["refused"].startswith("--tensor=3 does not divide")
+
+
+def test_inspect_cuts_no_number_however_narrow_the_terminal_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS["DeepSeek-V3"]))
+    run = subprocess.run(
+        command("inspect", "config.json", "--expert", "64", "--expert-tensor", "1"),
+        cwd=tmp_path,
+        env=environment(tmp_path) | {"COLUMNS": "40"},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "37,552,297,472" in run.stdout
+    assert "…" not in run.stdout
+    assert "balancing" in run.stdout
+
+
+def test_layers_that_the_files_do_not_have_are_not_counted_and_said(tmp_path: Path) -> None:
+    """transformers drops multi-token prediction layers when it loads, and still counts one when it saves."""
+    model = save_hf(tmp_path / "model", "deepseek-yarn")
+    assert json.loads((model / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    found = mcaflow(tmp_path, "inspect", model)
+    assert "without the 1 multi-token prediction layers that config.json counts" in " ".join(found.stdout.split())
+    assert json.loads(mcaflow(tmp_path, "inspect", model, "--json").stdout)["parameters"]["mtp"] == 0
+    converted = mcaflow(tmp_path, "convert", model, "out")
+    assert converted.returncode == 0, converted.stderr
+    assert "config.json counts 1 multi-token prediction layer and the files have none" in converted.stderr
 
 
 def test_inspect_looks_at_the_headers_of_the_weights(model: Path, tmp_path: Path) -> None:
@@ -128,14 +171,19 @@ def test_verify_model_writes_a_card_and_its_exit_code_is_the_verdict(model: Path
     arguments = ["verify-model", model, "--layouts", "TP2", "--generate", "--output", "cards/model.md"]
     run = mcaflow(tmp_path, *arguments)
     assert run.returncode == 0, run.stderr
-    assert "verified" in run.stdout.splitlines()
+    assert "verified: at every layout that was measured" in run.stdout
     assert "5 of 5 identical over 32 tokens" in run.stdout
     card = read_card(tmp_path / "cards" / "model.md")
-    assert card.problems() == []
+    assert card.verdict() == "verified"
     assert [r.layout for r in card.layouts] == ["TP2"]
     tight = mcaflow(tmp_path, "verify-model", model, "--layouts", "one rank", "--max-difference", "1e-9")
     assert tight.returncode == 1
     assert "not verified: one rank: max |Δ|" in tight.stderr
+    blunt = mcaflow(
+        tmp_path, "verify-model", model, "--layouts", "one rank", "--max-difference", "1e3", "--max-kl", "9"
+    )
+    assert blunt.returncode == 3
+    assert "mcaflow: inconclusive: nothing differs" in blunt.stderr
     assert os.listdir(tmp_path / "tmp") == []
 
 

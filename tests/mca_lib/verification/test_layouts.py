@@ -23,14 +23,28 @@ def test_a_name_may_be_typed_on_any_keyboard() -> None:
     assert parse_layout("tp2xEP4xsp") == Layout(tensor=2, expert=4, sequence_parallel=True)
 
 
-@pytest.mark.parametrize("name", ["TP", "XP2", "TP0", "VPP2", "SP", ""])
+def test_an_uneven_pipeline_has_a_name_too() -> None:
+    assert parse_layout("PP3xFIRST1xLAST4") == Layout(pipeline=3, first_stage_layers=1, last_stage_layers=4)
+
+
+@pytest.mark.parametrize("name", ["TP", "XP2", "TP0", "VPP2", "SP", "FIRST", ""])
 def test_what_is_no_layout_is_named(name: str) -> None:
     with pytest.raises(ConfigError, match=repr(name)):
         parse_layout(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("one rank", 1), ("TP2", 2), ("EP2", 2), ("TP2×EP2", 4), ("TP2×ETP1", 2), ("TP2×EP2×ETP1", 2)]
+    ("name", "ranks"),
+    [
+        ("one rank", 1),
+        ("TP2", 2),
+        ("EP2", 2),
+        ("PP2×FIRST1", 2),
+        ("PP2×EP2", 4),
+        ("TP2×EP2", 4),
+        ("TP2×ETP1", 2),
+        ("TP2×EP2×ETP1", 2),
+    ],
 )
 def test_ranks_are_the_fewest_that_hold_experts_and_the_rest(name: str, ranks: int) -> None:
     assert ranks_of(parse_layout(name)) == ranks
@@ -38,6 +52,7 @@ def test_ranks_are_the_fewest_that_hold_experts_and_the_rest(name: str, ranks: i
 
 def test_the_reason_is_that_of_the_layout_rules() -> None:
     assert refusal(llama(), parse_layout("TP2")) is None
+    assert refusal(llama(), parse_layout("EP2")) == "EP=2: a llama model has no experts; use 1"
     assert "attention heads" in refusal(llama(num_attention_heads=9, num_key_value_heads=3), parse_layout("TP2"))
 
 

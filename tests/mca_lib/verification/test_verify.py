@@ -1,6 +1,7 @@
 """Verification of a user's model: what it measures, and that a wrong model, a wrong weight or a wrong file is seen."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,11 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mca_lib.errors import ConfigError, ModelError
-from mca_lib.verification.card import Limits
 from mca_lib.verification.difference import Measured
+from mca_lib.verification.limits import Limits
 from mca_lib.verification.round_trip import compare_weights
 from mca_lib.verification.sample import make_sample
-from mca_lib.verification.verify import CEILING, Verification, noise_limits, verify
+from mca_lib.verification.verify import Verification, verify
 from tests.mca_lib.tiny_models import save_hf
 
 WEIGHTS = "model.safetensors"
@@ -43,7 +44,7 @@ def rewrite(model: Path, **changes: Any) -> Path:
 def test_a_model_without_a_tokenizer_is_verified_and_its_loss_tokens_said(pool: Any, model: Path) -> None:
     told: list[str] = []
     card = verify(Verification(model, ("one rank", "PP2", "EP2")), pool, told.append)
-    assert card.problems() == []
+    assert card.verdict() == "verified", card.headline()
     assert "second half" in card.loss_tokens
     assert [r.layout for r in card.layouts if r.everything] == ["one rank", "PP2"]
     assert card.layouts[0].everything.tokens == 2 * card.layouts[0].with_loss.tokens
@@ -67,7 +68,7 @@ def test_another_size_stands_in_for_a_refused_layout(pool: Any, tmp_path: Path) 
     odd = save_hf(tmp_path / "odd", "llama", num_attention_heads=3, num_key_value_heads=3, hidden_size=24)
     card = verify(Verification(odd, ("TP2",), stand_ins=True), pool)
     assert [(r.layout, r.refused is None) for r in card.layouts] == [("TP2", False), ("TP3", True)]
-    assert card.problems() == []
+    assert card.verdict() == "verified", card.headline()
 
 
 def write_reference(model: Path, work: str) -> None:
@@ -143,7 +144,12 @@ def test_generations_need_a_tokenizer(pool: Any, model: Path) -> None:
         verify(Verification(model, ("one rank",), generate=True), pool)
 
 
-def test_limits_of_a_real_model_follow_its_noise_up_to_a_ceiling() -> None:
-    assert noise_limits(Measured(1, 1e-6, 1e-13, 1.0)) == Limits()
-    assert noise_limits(Measured(1, 1e-4, 1e-12, 1.0)) == Limits(4e-4, 1e-9)
-    assert noise_limits(Measured(1, 10.0, 1.0, 1.0)) == CEILING
+def test_an_untrained_model_of_small_weights_is_verified_by_limits_of_its_own(pool: Any, tmp_path: Path) -> None:
+    """Its logits are small, and so are the differences that a wrong rope makes."""
+    untrained = save_hf(tmp_path / "untrained", "llama", initializer_range=0.02, num_hidden_layers=2)
+    card = verify(Verification(untrained, ("one rank", "TP2", "PP2×FIRST1")), pool)
+    assert card.verdict() == "verified", card.headline()
+    assert card.limits.max_difference < 1e-5
+    blunt = replace(card, limits=Limits())
+    assert blunt.verdict() == "inconclusive"
+    assert "the rope's base 1 % higher" in blunt.headline()
