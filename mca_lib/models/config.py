@@ -5,16 +5,45 @@ precision. The source's Hugging Face config travels inside it untouched, so an e
 preflight reads it in milliseconds. `mca_lib.models.transformer_config` turns it into Megatron's `TransformerConfig`.
 """
 
-import difflib
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
+from mca_lib.models.config_fields import from_json
+from mca_lib.models.config_parts import (
+    ROPE_TYPES,
+    Experts,
+    LatentAttention,
+    LinearRope,
+    Llama3Rope,
+    RopeScaling,
+    YarnRope,
+    check_sizes,
+)
+
+__all__ = [
+    "CONFIG_NAME",
+    "ROPE_TYPES",
+    "Experts",
+    "LatentAttention",
+    "LinearRope",
+    "Llama3Rope",
+    "McaModelConfig",
+    "RopeScaling",
+    "YarnRope",
+    "is_mca_checkpoint",
+    "read_hf_config",
+    "read_json",
+]
 
 CONFIG_NAME = "mca_config.json"
 FORMAT_VERSION = 2
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+SOURCE_FIELDS = ("source_dtype", "source_dtype_exceptions", "source_copies", "hf_config")
+"""Fields that say how the source was written, and not what the model is."""
 
 _SIZES = (
     "num_layers",
@@ -26,155 +55,6 @@ _SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
-
-
-@dataclass(frozen=True)
-class LinearRope:
-    """Positions divided by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class Llama3Rope:
-    """Llama 3's frequency-dependent rope scaling; every factor is the source's own, none has a default."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
-
-
-@dataclass(frozen=True)
-class YarnRope:
-    """YaRN (https://arxiv.org/abs/2309.00071): low frequencies interpolated, high ones kept, logits sharpened."""
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    """Factor of cos and sin; None follows from `factor` and the two below."""
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    """Round the bounds of the blended range to whole channels."""
-
-
-RopeScaling = LinearRope | Llama3Rope | YarnRope
-ROPE_TYPES: dict[str, type[RopeScaling]] = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
-"""Hugging Face's `rope_type` → class."""
-
-
-@dataclass(frozen=True)
-class LatentAttention:
-    """Multi-head latent attention (https://arxiv.org/abs/2405.04434): queries and keys/values from low-rank latents."""
-
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    """Channels of a query or key head without position."""
-    qk_rope_head_dim: int
-    """Channels that rotate; those of the key are shared by all heads."""
-    v_head_dim: int
-    q_lora_rank: int | None = None
-    """None: queries are projected directly."""
-    norm_epsilon: float = 1e-6
-    """Of the norms of the latents, whatever that of the layers is."""
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        if self.qk_rope_head_dim % 2:
-            raise ModelError(f"model config: qk_rope_head_dim={self.qk_rope_head_dim} is odd; channels rotate in pairs")
-        if self.v_head_dim > self.qk_head_dim:  # Megatron pads values to the size of keys in packed rows
-            raise ModelError(
-                f"model config: v_head_dim={self.v_head_dim} is larger than qk_nope_head_dim + qk_rope_head_dim = "
-                f"{self.qk_head_dim}, which is not supported"
-            )
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Channels of a query or key head."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def kv_down_size(self) -> int:
-        """Rows of the projection to the latent of keys and values, and to the channels of the key that rotate."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
-
-    @property
-    def has_q_lora(self) -> bool:
-        return self.q_lora_rank is not None
-
-    @property
-    def direct_q(self) -> bool:
-        return self.q_lora_rank is None
-
-
-@dataclass(frozen=True)
-class Experts:
-    """A mixture of experts in place of the MLP of some layers."""
-
-    num_experts: int
-    topk: int
-    """Experts that a token goes to."""
-    ffn_hidden_size: int
-    """Of one expert."""
-    layers: tuple[int, ...]
-    """Layers that have experts, counted from 0; the others have a dense MLP."""
-    score_function: Literal["softmax", "sigmoid"] = "softmax"
-    normalize_topk: bool = True
-    """The weights of the chosen experts sum to 1 (before `scaling_factor`)."""
-    scaling_factor: float = 1.0
-    num_groups: int | None = None
-    """Experts form groups, of which `group_topk` are eligible for a token."""
-    group_topk: int | None = None
-    expert_bias: bool = False
-    """A bias per expert that takes part in the choice alone (https://arxiv.org/abs/2408.15664)."""
-    shared_ffn_hidden_size: int | None = None
-    """Of the expert that every token goes to; None: there is none."""
-    shared_gate: bool = False
-    """The shared expert's output is scaled by a sigmoid gate."""
-    aux_loss_coeff: float = 0.0
-    """Weight of the load balancing loss in training."""
-
-    def __post_init__(self) -> None:
-        _check_sizes(self, "num_experts", "topk", "ffn_hidden_size")
-        object.__setattr__(self, "layers", tuple(self.layers))
-        if self.topk > self.num_experts:
-            raise ModelError(f"model config: {self.topk} experts per token of {self.num_experts} experts")
-        if self.topk == 1 and self.normalize_topk:
-            raise ModelError("model config: with one expert per token its normalized weight is always 1; not supported")
-        if not self.layers:
-            raise ModelError("model config: no layer has experts; use a dense model type")
-        if self.scaling_factor <= 0:  # Megatron takes 0 for none
-            raise ModelError(f"model config: scaling_factor={self.scaling_factor} must be greater than 0")
-        if self.num_groups is not None:
-            self._check_groups(self.num_groups, self.group_topk)
-
-    def _check_groups(self, groups: int, eligible: int | None) -> None:
-        """Groups are rated by the sum of their two best experts (https://arxiv.org/abs/2412.19437, 2.1.2)."""
-        _check_sizes(self, "num_groups", "group_topk")
-        size = self.num_experts // groups
-        if self.num_experts % groups or size < 2:
-            raise ModelError(
-                f"model config: {self.num_experts} experts do not divide into num_groups={groups} (n_group) groups of "
-                "2 or more"
-            )
-        if eligible > groups or self.topk > eligible * size:
-            raise ModelError(
-                f"model config: {self.topk} experts per token from group_topk={eligible} (topk_group) of {groups} "
-                f"groups of {size}: there are not so many"
-            )
-        if eligible < groups and self.topk // eligible != 2:
-            raise ModelError(
-                f"model config: {self.topk} experts per token from group_topk={eligible} (topk_group) of {groups} "
-                f"groups is not supported: Megatron would rate a group by its {self.topk // eligible} best experts, "
-                "and it must be by 2"
-            )
-
-    @property
-    def has_shared(self) -> bool:
-        return self.shared_ffn_hidden_size is not None
 
 
 @dataclass(frozen=True)
@@ -213,9 +93,9 @@ class McaModelConfig:
     qk_layernorm: bool = False
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
-    source_dtype: str = "float32"
+    source_dtype: Dtype = "float32"
     """Dtype of most of the source's weights: what an export writes by default."""
-    source_dtype_exceptions: dict[str, str] = field(default_factory=dict)
+    source_dtype_exceptions: dict[str, Dtype] = field(default_factory=dict)
     """Hugging Face name → dtype, for the source's tensors that differ from `source_dtype`."""
     source_copies: tuple[str, ...] = ()
     """Hugging Face names under which the source stores a tensor a second time; an export writes them again."""
@@ -223,7 +103,7 @@ class McaModelConfig:
     """The source's config.json, whole."""
 
     def __post_init__(self) -> None:
-        _check_sizes(self, *_SIZES)
+        check_sizes(self, *_SIZES)
         for name in ("full_attention_layers", "source_copies"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.num_attention_heads % self.num_query_groups:
@@ -232,14 +112,19 @@ class McaModelConfig:
                 f"{self.num_query_groups} key/value heads"
             )
         if self.latent_attention is not None:
-            self._check_latent_rope()
+            self._check_latent()
         elif self.kv_channels % 2:
             raise ModelError(
                 f"model config: head size kv_channels={self.kv_channels} (head_dim) is odd; channels rotate in pairs"
             )
 
-    def _check_latent_rope(self) -> None:
-        """What Megatron's latent attention has of the scalings."""
+    def _check_latent(self) -> None:
+        """Every head has a key and a value of its own; and of the scalings Megatron's latent attention has not all."""
+        if self.num_query_groups != self.num_attention_heads:
+            raise ModelError(
+                f"model config: num_query_groups={self.num_query_groups} (num_key_value_heads) must be "
+                f"num_attention_heads={self.num_attention_heads} with latent attention"
+            )
         rope = self.rope_scaling
         if rope is None:
             return
@@ -314,16 +199,28 @@ class McaModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = CONFIG_NAME) -> Self:
-        """Inverse of `to_dict`. Raises ConfigError for an unknown or missing key, naming the nearest known one."""
+        """Inverse of `to_dict`.
+
+        Raises ConfigError naming the key that is unknown (and the nearest known one), missing, of another kind, or of
+        a value that the model type cannot have.
+        """
+        from mca_lib.models.registry import check_config
+
         values = dict(values)
-        version = values.pop("format_version", FORMAT_VERSION)
+        version = values.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ConfigError(f"{where}: format_version {version!r} is not {FORMAT_VERSION}; convert the model again")
-        _check_keys(cls, values, where)
-        for name, parts in (("latent_attention", LatentAttention), ("moe", Experts)):
-            values[name] = _part(parts, values.get(name), f"{where}: {name}")
-        values["rope_scaling"] = _rope(values.get("rope_scaling"), f"{where}: rope_scaling")
-        return cls(**values)
+        try:
+            for name, part in (("latent_attention", LatentAttention), ("moe", Experts)):
+                if values.get(name) is not None:
+                    values[name] = from_json(part, values[name], f"{where}: {name}")
+            if values.get("rope_scaling") is not None:
+                values["rope_scaling"] = _rope(values["rope_scaling"], f"{where}: rope_scaling")
+            config = from_json(cls, values, where)
+            check_config(config)
+        except ModelError as e:
+            raise ConfigError(f"{where}: {e}") from e
+        return config
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `mca_config.json` into `directory`."""
@@ -370,39 +267,11 @@ def read_json(path: Path, error: type[Exception]) -> dict[str, Any]:
     return value
 
 
-def _check_keys(cls: type, values: dict[str, Any], where: str) -> None:
-    known = {f.name: f for f in fields(cls)}
-    for key in values:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; known keys: {', '.join(known)}"
-            raise ConfigError(f"{where}: unknown key {key!r}{hint}")
-    required = [n for n, f in known.items() if f.default is MISSING and f.default_factory is MISSING]
-    if missing := [n for n in required if n not in values]:
-        raise ConfigError(f"{where}: missing key {', '.join(missing)}")
-
-
-def _part(cls: type, values: Any, where: str) -> Any:
-    if values is None:
-        return None
+def _rope(values: Any, where: str) -> RopeScaling:
     if not isinstance(values, dict):
         raise ConfigError(f"{where} must be an object, found {values!r:.80}")
-    _check_keys(cls, values, where)
-    return cls(**values)
-
-
-def _rope(values: Any, where: str) -> RopeScaling | None:
-    if not isinstance(values, dict):
-        return _part(LinearRope, values, where)
     values = dict(values)
     kind = values.pop("rope_type", None)
-    if kind not in ROPE_TYPES:
-        raise ConfigError(f"{where}: rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}")
-    return _part(ROPE_TYPES[kind], values, where)
-
-
-def _check_sizes(config: object, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if type(value) is not int or value < 1:
-            raise ModelError(f"model config: {name} must be a positive integer, found {value!r}")
+    if not isinstance(kind, str) or kind not in ROPE_TYPES:
+        raise ConfigError(f"{where}: rope_type {kind!r:.80} is not one of {', '.join(ROPE_TYPES)}")
+    return from_json(ROPE_TYPES[kind], values, where)

@@ -55,6 +55,11 @@ def check_hf_config(hf: dict[str, Any]) -> None:
     config_from_hf(hf)
 
 
+def check_config(config: McaModelConfig) -> None:
+    """Raises ModelError naming the field whose value the config's family cannot have."""
+    family_of(config.model_type).check(config)
+
+
 def check_layout(hf: dict[str, Any], parallel: ParallelSizes) -> None:
     """Raises ConfigError when the model of this Hugging Face config cannot be trained so, naming both sides."""
     check_training_layout(config_from_hf(hf), parallel)

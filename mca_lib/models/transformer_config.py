@@ -12,6 +12,7 @@ from mca_lib.models.config import McaModelConfig, YarnRope
 from mca_lib.models.layout import Layout, expert_tensor_size, virtual_stages
 from mca_lib.models.layout_rules import check_config_layout
 from mca_lib.models.pipeline import megatron_split
+from mca_lib.models.registry import check_config
 from mca_lib.models.rotary import attention_factor
 from mca_lib.parallel import DistributingParallelArguments, pipeline_communication
 from mca_lib.platforms import current_platform, uses_transformer_engine
@@ -34,9 +35,11 @@ def transformer_config(
         perform_initialization: draw random weights; false leaves them unset, for a checkpoint to fill.
 
     Raises:
+        ModelError: the config's family cannot have the value of a field.
         ConfigError: the model cannot be laid out so.
     """
     layout = Layout.from_args(args)
+    check_config(config)
     check_config_layout(config, layout)
     dtype = params_dtype(args)
     on_cpu = current_platform().device_type == "cpu"

@@ -5,13 +5,13 @@ No torch here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
 from mca_lib.converter.mappings import Mapping
 from mca_lib.errors import ModelError
-from mca_lib.models.config import Experts, LatentAttention, McaModelConfig
+from mca_lib.models.config import SOURCE_FIELDS, Experts, LatentAttention, McaModelConfig
 from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.quantization import block_size
 from mca_lib.models.families.rope import DEFAULT_BASE, rope_from_hf, rope_to_hf
@@ -152,9 +152,40 @@ class Family:
 
         Args:
             transformers: the release, 4 or 5, whose spelling of the rope is written; None keeps the source's.
+
+        Raises:
+            ModelError: a field has a value for which the family has no words, so that the written config would be that
+                of another model.
         """
+        hf = self._spelled(config, transformers)
+        meant, said = _flat(config), _flat(self.config_from_hf(hf))
+        for name in {**meant, **said}:
+            if name not in meant or name not in said or meant[name] != said[name]:
+                raise ModelError(
+                    f"model config: {name}={_short(meant.get(name))} is not possible for model type "
+                    f"{self.model_type!r}, whose config.json would say {_short(said.get(name))}"
+                )
+        return hf
+
+    def check(self, config: McaModelConfig) -> None:
+        """Raises ModelError naming the field whose value the family cannot have."""
+        self.config_to_hf(config)
+        if foreign := sorted(set(config.source_copies) - set(self.copies_of(config))):
+            raise ModelError(f"model config: source_copies: {foreign[0]!r} is not a tensor that a source has twice")
+
+    def _spelled(self, config: McaModelConfig, transformers: int | None) -> HfConfig:
         hf = dict(config.hf_config)
+        if (given := hf.get("model_type", self.model_type)) != self.model_type:
+            raise ModelError(
+                f"model config: model_type={self.model_type!r} and hf_config.model_type={given!r:.80} differ"
+            )
+        hf.setdefault("model_type", self.model_type)
+        if not hf.get("architectures"):
+            hf["architectures"] = [self.architecture]
         for f in self.fields:
+            part, _, dotted = f.targets[0].partition(".")
+            if dotted and getattr(config, part) is None:
+                raise ModelError(f"model config: {part} is missing, which model type {self.model_type!r} has")
             value, name = attrgetter(f.targets[0])(config), f.spelling(hf)
             if name in hf and hf[name] is None and f.read(hf) == value:
                 continue  # null in the source, and null still means the same
@@ -184,6 +215,18 @@ def _part(cls: type, values: dict[str, Any], name: str) -> Any:
     dotted = [target for target in values if target.startswith(f"{name}.")]
     own = {target.partition(".")[2]: values.pop(target) for target in dotted}
     return cls(**own) if own else None
+
+
+def _flat(config: McaModelConfig) -> dict[str, Any]:
+    """Field → value of all that the model is; a part's fields dotted, as in the config table."""
+    flat: dict[str, Any] = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if isinstance(value, LatentAttention | Experts):
+            flat |= {f"{f.name}.{part.name}": getattr(value, part.name) for part in fields(value)}
+        elif f.name not in SOURCE_FIELDS:
+            flat[f.name] = value
+    return flat
 
 
 def _short(value: Any) -> str:

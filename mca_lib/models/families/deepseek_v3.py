@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mca_lib.converter.mappings import Column, Mapping, Replicated, Row
 from mca_lib.models.families.base import TIED_HEAD, Copy, Family, Field, HfConfig, Neutral
-from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, MLP
+from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, MLP, key_value_heads, replaced
 from mca_lib.models.families.moe import EXPERT_WEIGHTS, MOE_FIELDS, MOE_NEUTRAL, shared_expert_weights
 
 _MCA, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
@@ -64,11 +64,6 @@ def _given(hf: HfConfig, name: str, default: int) -> int:
     return default if hf.get(name) is None else hf[name]
 
 
-def one_key_per_head(hf: HfConfig) -> bool:
-    """Latent attention makes a key and a value for every head."""
-    return hf["num_key_value_heads"] == hf.get("num_attention_heads")
-
-
 def shared_size(hf: HfConfig) -> int | None:
     """The shared experts are one MLP that is as wide as all of them."""
     return _given(hf, "n_shared_experts", 1) * hf["moe_intermediate_size"] or None
@@ -78,7 +73,7 @@ FAMILY = Family(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     fields=(
-        *DENSE_FIELDS,
+        *replaced(DENSE_FIELDS, key_value_heads(128)),
         *MOE_FIELDS,
         Field("max_position_embeddings", "max_position_embeddings", 4096),
         Field("kv_lora_rank", _LATENT + "kv_lora_rank", 512),
@@ -111,7 +106,6 @@ FAMILY = Family(
         Neutral("scoring_func", ("sigmoid",)),
         Neutral("topk_method", ("noaux_tc",)),
         Neutral("moe_layer_freq", (1,)),
-        Neutral("num_key_value_heads", (), unless=one_key_per_head),
     ),
     fixed={"moe.score_function": "sigmoid", "moe.expert_bias": True},
     derived={

@@ -103,6 +103,11 @@ def replaced(fields: tuple[Field, ...], *own: Field) -> tuple[Field, ...]:
     return (*(field for field in fields if field.hf not in names), *own)
 
 
+def key_value_heads(default: int) -> Field:
+    """Where the config gives no number of key/value heads, transformers has one of the family's own; null is all."""
+    return Field("num_key_value_heads", "num_query_groups", default, null=lambda hf: hf["num_attention_heads"])
+
+
 def head_size(hf: HfConfig) -> int:
     """transformers' head size where the config does not give one."""
     return hf["hidden_size"] // hf["num_attention_heads"]

@@ -108,6 +108,7 @@ FIELD_TYPES: dict[str, Kind] = {
 ROPE_TYPES: dict[str, Kind] = {
     **dict.fromkeys(_ROPE_NUMBERS, _POSITIVE),
     **dict.fromkeys(("mscale", "mscale_all_dim"), Kind("a number, 0 or greater", lambda v: _number(v) and v >= 0)),
+    **dict.fromkeys(("rope_type", "type"), Kind("a text", lambda v: isinstance(v, str))),
     # null is false to transformers, where absent is true.
     "truncate": Kind("true or false", lambda v: isinstance(v, bool), nullable=False),
 }

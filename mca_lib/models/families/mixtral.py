@@ -1,7 +1,7 @@
 """Mixtral: the Mistral layer with experts in place of every MLP."""
 
 from mca_lib.models.families.base import Family, Field
-from mca_lib.models.families.dense import ATTENTION, DENSE_FIELDS, EMBEDDINGS, head_size, replaced
+from mca_lib.models.families.dense import ATTENTION, DENSE_FIELDS, EMBEDDINGS, head_size, key_value_heads, replaced
 from mca_lib.models.families.moe import MOE_FIELDS, MOE_NEUTRAL, expert_weights
 from mca_lib.models.families.window import OneWindow
 
@@ -11,7 +11,7 @@ FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
     fields=(
-        *replaced(DENSE_FIELDS, Field("rms_norm_eps", "norm_epsilon", 1e-5)),
+        *replaced(DENSE_FIELDS, Field("rms_norm_eps", "norm_epsilon", 1e-5), key_value_heads(8)),
         *MOE_FIELDS,
         Field("max_position_embeddings", "max_position_embeddings", 131072),
         Field("head_dim", "kv_channels", head_size),

@@ -1,7 +1,7 @@
 """Qwen1.5-MoE and Qwen2-MoE: Qwen2 with experts in place of some MLPs, and a gated expert that every token goes to."""
 
 from mca_lib.models.families.base import Family, Field
-from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_WEIGHTS, QKV_BIAS, head_size
+from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_WEIGHTS, QKV_BIAS, head_size, key_value_heads, replaced
 from mca_lib.models.families.moe import (
     EXPERT_WEIGHTS,
     MOE_NEUTRAL,
@@ -16,7 +16,7 @@ FAMILY = Family(
     model_type="qwen2_moe",
     architecture="Qwen2MoeForCausalLM",
     fields=(
-        *DENSE_FIELDS,
+        *replaced(DENSE_FIELDS, key_value_heads(16)),
         *QWEN_MOE_FIELDS,
         Field("max_position_embeddings", "max_position_embeddings", 32768),
         Field("head_dim", "kv_channels", head_size),

@@ -8,6 +8,7 @@ from mca_lib.models.families.dense import (
     OUTPUT_BIAS,
     QK_NORM,
     QKV_BIAS,
+    key_value_heads,
     replaced,
 )
 from mca_lib.models.families.window import SwitchedWindow
@@ -18,7 +19,7 @@ FAMILY = Family(
     fields=replaced(
         DENSE_FIELDS,
         Field("max_position_embeddings", "max_position_embeddings", 32768),
-        Field("num_key_value_heads", "num_query_groups", 32, null=lambda hf: hf["num_attention_heads"]),
+        key_value_heads(32),
         Field("head_dim", "kv_channels", 128),
         Field("attention_bias", ("qkv_bias", "attention_output_bias"), False),
     ),

@@ -2,12 +2,16 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
 from mca_lib.models.config import CONFIG_NAME, Llama3Rope, McaModelConfig, is_mca_checkpoint
-from tests.mca_lib.models.test_registry import BASE
+from mca_lib.models.registry import config_from_hf
+from tests.mca_lib.models.test_registry import BASE, BASES
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 CONFIG = McaModelConfig(
     model_type="llama",
@@ -50,6 +54,62 @@ def test_config_of_another_format_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / CONFIG_NAME).write_text(json.dumps({**CONFIG.to_dict(), "format_version": 99}))
     with pytest.raises(ConfigError, match="format_version 99"):
         McaModelConfig.from_pretrained(tmp_path)
+
+
+def test_config_without_a_format_version_is_refused() -> None:
+    values = CONFIG.to_dict()
+    del values["format_version"]
+    with pytest.raises(ConfigError, match="format_version None"):
+        McaModelConfig.from_dict(values)
+
+
+DEEPSEEK = config_from_hf({**BASES["deepseek_v3"], "rope_scaling": YARN})
+WRONG = [
+    (CONFIG, "norm_epsilon", "1e-5", "norm_epsilon='1e-5' cannot be used; it must be a number"),
+    (CONFIG, "norm_epsilon", None, "norm_epsilon=null"),
+    (CONFIG, "norm_epsilon", 0.0, "rms_norm_eps=0.0"),
+    (CONFIG, "rotary_base", "x", "rotary_base='x'"),
+    (CONFIG, "num_layers", 2.0, "num_layers=2.0 cannot be used; it must be an integer"),
+    (CONFIG, "qkv_bias", 1, "qkv_bias=1 cannot be used; it must be true or false"),
+    (CONFIG, "rope_scaling.factor", "2", "rope_scaling: factor='2'"),
+    (CONFIG, "rope_scaling.factor", 0, "factor=0"),
+    (CONFIG, "rope_scaling.rope_type", ["linear"], r"rope_type \['linear'\] is not one of"),
+    (CONFIG, "rope_scaling", [], "rope_scaling must be an object"),
+    (CONFIG, "source_dtype", "int8", "source_dtype='int8' cannot be used; it must be one of float32, bfloat16"),
+    (CONFIG, "source_dtype_exceptions", [], r"source_dtype_exceptions=\[\]"),
+    (CONFIG, "source_dtype_exceptions", {"model.norm.weight": "int8"}, "source_dtype_exceptions="),
+    (CONFIG, "source_copies", ["xx"], "source_copies: 'xx'"),
+    (CONFIG, "source_copies", "xx", "source_copies='xx' cannot be used; it must be a list, each a text"),
+    (CONFIG, "hf_config", "x", "hf_config='x' cannot be used; it must be an object"),
+    (CONFIG, "model_type", "qwen2", "model_type='qwen2' and hf_config.model_type='llama' differ"),
+    (CONFIG, "model_type", "gpt2", "model_type='gpt2' is not supported"),
+    (CONFIG, "model_type", 3, "model_type=3"),
+    (CONFIG, "qk_layernorm", True, "qk_layernorm=True is not possible for model type 'llama'"),
+    (CONFIG, "mtp_num_layers", 1, "mtp_num_layers=1 is not possible for model type 'llama'"),
+    (CONFIG, "num_query_groups", 4, "6 attention heads do not divide into 4"),
+    (CONFIG, "moe", [], "moe must be an object"),
+    (CONFIG, "moe", DEEPSEEK.to_dict()["moe"], "moe.* is not possible for model type 'llama'"),
+    (DEEPSEEK, "moe", None, "moe is missing, which model type 'deepseek_v3' has"),
+    (DEEPSEEK, "moe.score_function", "tanh", "moe: score_function='tanh' .* one of softmax, sigmoid"),
+    (DEEPSEEK, "moe.layers", [1.5], r"moe: layers=\[1.5\]"),
+    (DEEPSEEK, "latent_attention.norm_epsilon", "x", "latent_attention: norm_epsilon='x'"),
+]
+
+
+@pytest.mark.parametrize(("config", "key", "value", "message"), WRONG)
+def test_value_that_cannot_be_is_named_on_one_line(config: McaModelConfig, key: str, value: Any, message: str) -> None:
+    values = config.to_dict()
+    *parts, name = key.split(".")
+    (values[parts[0]] if parts else values)[name] = value
+    with pytest.raises(ConfigError, match=f"^here: .*{message}") as error:
+        McaModelConfig.from_dict(values, where="here")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("model_type", BASES)
+def test_config_of_every_family_survives_json(model_type: str) -> None:
+    config = config_from_hf(BASES[model_type])
+    assert McaModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])

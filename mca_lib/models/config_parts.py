@@ -1,0 +1,163 @@
+"""Parts of `McaModelConfig`: rope scalings, latent attention, experts. No torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mca_lib.errors import ModelError
+
+
+def check_sizes(config: object, *names: str) -> None:
+    """Raises ModelError for a field of these that is not a positive integer."""
+    for name in names:
+        value = getattr(config, name)
+        if type(value) is not int or value < 1:
+            raise ModelError(f"model config: {name} must be a positive integer, found {value!r}")
+
+
+@dataclass(frozen=True)
+class LinearRope:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class Llama3Rope:
+    """Llama 3's frequency-dependent rope scaling; every factor is the source's own, none has a default."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True)
+class YarnRope:
+    """YaRN (https://arxiv.org/abs/2309.00071): low frequencies interpolated, high ones kept, logits sharpened."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    """Factor of cos and sin; None follows from `factor` and the two below."""
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    """Round the bounds of the blended range to whole channels."""
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope
+ROPE_TYPES: dict[str, type[RopeScaling]] = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+"""Hugging Face's `rope_type` → class."""
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (https://arxiv.org/abs/2405.04434): queries and keys/values from low-rank latents."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    """Channels of a query or key head without position."""
+    qk_rope_head_dim: int
+    """Channels that rotate; those of the key are shared by all heads."""
+    v_head_dim: int
+    q_lora_rank: int | None = None
+    """None: queries are projected directly."""
+    norm_epsilon: float = 1e-6
+    """Of the norms of the latents, whatever that of the layers is."""
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        if self.qk_rope_head_dim % 2:
+            raise ModelError(f"model config: qk_rope_head_dim={self.qk_rope_head_dim} is odd; channels rotate in pairs")
+        if self.v_head_dim > self.qk_head_dim:  # Megatron pads values to the size of keys in packed rows
+            raise ModelError(
+                f"model config: v_head_dim={self.v_head_dim} is larger than qk_nope_head_dim + qk_rope_head_dim = "
+                f"{self.qk_head_dim}, which is not supported"
+            )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Channels of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kv_down_size(self) -> int:
+        """Rows of the projection to the latent of keys and values, and to the channels of the key that rotate."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def has_q_lora(self) -> bool:
+        return self.q_lora_rank is not None
+
+    @property
+    def direct_q(self) -> bool:
+        return self.q_lora_rank is None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP of some layers."""
+
+    num_experts: int
+    topk: int
+    """Experts that a token goes to."""
+    ffn_hidden_size: int
+    """Of one expert."""
+    layers: tuple[int, ...]
+    """Layers that have experts, counted from 0; the others have a dense MLP."""
+    score_function: Literal["softmax", "sigmoid"] = "softmax"
+    normalize_topk: bool = True
+    """The weights of the chosen experts sum to 1 (before `scaling_factor`)."""
+    scaling_factor: float = 1.0
+    num_groups: int | None = None
+    """Experts form groups, of which `group_topk` are eligible for a token."""
+    group_topk: int | None = None
+    expert_bias: bool = False
+    """A bias per expert that takes part in the choice alone (https://arxiv.org/abs/2408.15664)."""
+    shared_ffn_hidden_size: int | None = None
+    """Of the expert that every token goes to; None: there is none."""
+    shared_gate: bool = False
+    """The shared expert's output is scaled by a sigmoid gate."""
+    aux_loss_coeff: float = 0.0
+    """Weight of the load balancing loss in training."""
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_experts", "topk", "ffn_hidden_size")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.topk > self.num_experts:
+            raise ModelError(f"model config: {self.topk} experts per token of {self.num_experts} experts")
+        if self.topk == 1 and self.normalize_topk:
+            raise ModelError("model config: with one expert per token its normalized weight is always 1; not supported")
+        if not self.layers:
+            raise ModelError("model config: no layer has experts; use a dense model type")
+        if self.scaling_factor <= 0:  # Megatron takes 0 for none
+            raise ModelError(f"model config: scaling_factor={self.scaling_factor} must be greater than 0")
+        if self.num_groups is not None:
+            self._check_groups(self.num_groups, self.group_topk)
+
+    def _check_groups(self, groups: int, eligible: int | None) -> None:
+        """Groups are rated by the sum of their two best experts (https://arxiv.org/abs/2412.19437, 2.1.2)."""
+        check_sizes(self, "num_groups", "group_topk")
+        size = self.num_experts // groups
+        if self.num_experts % groups or size < 2:
+            raise ModelError(
+                f"model config: {self.num_experts} experts do not divide into num_groups={groups} (n_group) groups of "
+                "2 or more"
+            )
+        if eligible > groups or self.topk > eligible * size:
+            raise ModelError(
+                f"model config: {self.topk} experts per token from group_topk={eligible} (topk_group) of {groups} "
+                f"groups of {size}: there are not so many"
+            )
+        if eligible < groups and self.topk // eligible != 2:
+            raise ModelError(
+                f"model config: {self.topk} experts per token from group_topk={eligible} (topk_group) of {groups} "
+                f"groups is not supported: Megatron would rate a group by its {self.topk // eligible} best experts, "
+                "and it must be by 2"
+            )
+
+    @property
+    def has_shared(self) -> bool:
+        return self.shared_ffn_hidden_size is not None
