@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.verify import verify_model
+from mca_lib.converter.casts import beyond, is_finite, narrows
 from mca_lib.errors import CheckpointError, ResourceError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.naming import checkpoint_parameters
@@ -59,6 +60,7 @@ def load_model(
 
     Raises:
         CheckpointError: the checkpoint is not whole, is of another model, or left an element unset.
+        ConfigError: a weight is too large for its parameter's dtype.
     """
     reader = verify_model(directory, stored or models[0].mca_config)
     for model in models:
@@ -72,9 +74,18 @@ def load_model(
         dist_checkpointing.load(tensors, str(directory))
     for model in models:
         for name, parameter in checkpoint_parameters(model):
-            if parameter.isnan().any():
-                raise CheckpointError(f"{directory}: {name} holds NaN or was not loaded in full")
+            if not is_finite(parameter):
+                _check_infinite(name, parameter, reader)
     return reader
+
+
+def _check_infinite(name: str, parameter: torch.Tensor, reader: CheckpointReader) -> None:
+    """Accept an infinity that is stored; raise on NaN, and on one that the cast to the parameter's dtype has made."""
+    if parameter.isnan().any():
+        raise CheckpointError(f"{reader.directory}: {name} holds NaN or was not loaded in full")
+    stored = reader.read(name)
+    if narrows(stored.dtype, parameter.dtype) and not is_finite(stored.to(parameter.dtype)):
+        raise beyond(f"{reader.directory}: {name}", stored, parameter.dtype)
 
 
 @contextlib.contextmanager

@@ -75,6 +75,7 @@ class BlockScaled:
     scale: "TensorSlice"
     shape: tuple[int, int]
     block: tuple[int, int]
+    name: str = "the tensor"
 
     @property
     def dtype(self) -> "torch.dtype":
@@ -92,7 +93,10 @@ class BlockScaled:
         return value
 
     def read_into(self, destination: "torch.Tensor", index: object) -> None:
-        """One row of blocks at a time, so that nothing of the tensor's size is made."""
+        """One row of blocks at a time, so that nothing of the tensor's size is made.
+
+        Raises ModelError on a scale that is not above 0: its block would lose its values or its signs.
+        """
         import torch
 
         from mca_lib.converter.file_tensor import bounds
@@ -103,6 +107,9 @@ class BlockScaled:
         offset = left % columns
         for band in range(top // rows, -(-bottom // rows)):
             start, stop = max(top, band * rows), min(bottom, (band + 1) * rows)
-            scale = self.scale[band : band + 1, across][0].repeat_interleave(columns)[offset : offset + right - left]
+            scale = self.scale[band : band + 1, across][0]
+            if not bool((scale > 0).all()):
+                raise ModelError(f"{scale_name(self.name)} holds a scale that is not above 0; fetch the model again")
+            scale = scale.repeat_interleave(columns)[offset : offset + right - left]
             values = self.weight[start:stop, left:right].to(torch.float32)
             destination[start - top : stop - top] = values.mul_(scale)

@@ -17,6 +17,7 @@ from mca_lib.checkpoint.publish import published
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER, verify_model
+from mca_lib.converter.casts import cast
 from mca_lib.converter.file_tensor import SMALLEST_COPY, Content
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
 from mca_lib.converter.plan import FLOAT_DTYPES, Entry, entries
@@ -51,7 +52,7 @@ def export_hf(
 
     Raises:
         CheckpointError: the checkpoint is damaged, or of another model than its config says.
-        ConfigError: `output` is there, or an option is wrong.
+        ConfigError: `output` is there, an option is wrong, or a weight is too large for `dtype`.
     """
     checkpoint, output = Path(checkpoint), Path(output)
     if not is_mca_checkpoint(checkpoint):
@@ -106,7 +107,7 @@ def _write(
         nonlocal done
         for name, content in contents(entry):
             if name in adapted:
-                content = adapter.merged(name, content).to(writer.slots[name].dtype)
+                content = cast(name, adapter.merged(name, content), writer.slots[name].dtype)
             writer.write(name, content)
             with lock:
                 done += 1

@@ -62,7 +62,7 @@ class HfSource:
         info = self._stored[name].info
         if self.tensors[name] == info:
             return self._raw(name)
-        return BlockScaled(self._raw(name), self._raw(scale_name(name)), info.shape, self._block)
+        return BlockScaled(self._raw(name), self._raw(scale_name(name)), info.shape, self._block, name)
 
     def file(self, name: str) -> Path:
         """The file that holds the tensor."""
@@ -80,9 +80,13 @@ class HfSource:
     def _pickle(self, path: Path) -> dict[str, torch.Tensor]:
         if path not in self._pickles:
             try:
-                self._pickles[path] = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
             except Exception as e:
-                raise ModelError(f"{path}: not a readable PyTorch checkpoint ({type(e).__name__}: {e})") from e
+                # Of torch's advice, which fills a page, the first line says what was wrong.
+                cause = str(e).partition("\n")[0]
+                raise ModelError(f"{path}: not a readable PyTorch checkpoint ({type(e).__name__}: {cause})") from e
+            _check_names_and_tensors(path, found)
+            self._pickles[path] = found
         return self._pickles[path]
 
     def _pickle_layout(self, path: Path) -> dict[str, StoredTensor]:
@@ -90,6 +94,18 @@ class HfSource:
             name: StoredTensor(TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch.")), 0)
             for name, t in self._pickle(path).items()
         }
+
+
+def _check_names_and_tensors(path: Path, found: object) -> None:
+    """Raise ModelError unless a pickle holds what transformers loads: names and tensors, nothing around them."""
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: holds {type(found).__name__}, not names and tensors; save the model's state_dict")
+    for name, value in found.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise ModelError(
+                f"{path}: {name!r} is {type(value).__name__}, not a tensor; save the model's state_dict itself, with "
+                "nothing around it"
+            )
 
 
 def _config(directory: Path) -> dict[str, Any]:

@@ -111,6 +111,8 @@ def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: 
         if of in source and source[name].shape != source[of].shape:
             shapes = f"{list(source[name].shape)}, expected {list(source[of].shape)} as {of}"
             problems["of the wrong shape"].append(f"{name} {shapes}")
+        if source[name].dtype not in FLOAT_DTYPES:
+            problems["of an unsupported dtype"].append(f"{name} ({source[name].dtype})")
     problems["not used by the model"] += sorted(unused - copies.keys())
     _raise(config, problems)
     dtypes = {n: source[n].dtype for e in planned for n in e.hf}

@@ -123,6 +123,7 @@ class _GrownTensor:
 
     def __init__(self, name: str, old: TensorSlice, count: int, size: int) -> None:
         self.name, self.old, self.count, self.size = name, old, count, size
+        self.dtype = old.dtype
 
     def __getitem__(self, index: object) -> torch.Tensor:
         rows, *rest = index if isinstance(index, tuple) else (index,)

@@ -77,6 +77,38 @@ def rewrite_as_pickle(directory: Path) -> None:
         pickle.dump({"model.norm.weight": Code()}, file)
 
 
+def save_as_pickle(wrap: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        tensors = load_file(directory / WEIGHTS)
+        (directory / WEIGHTS).unlink()
+        torch.save(wrap(tensors), directory / "pytorch_model.bin")
+
+    return change
+
+
+def tie_with_a_copy(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """A tied model that stores its output layer all the same, as `change` makes it of the embedding."""
+
+    def rewrite(directory: Path) -> None:
+        change_config(tie_word_embeddings=True)(directory)
+
+        def store(tensors: dict[str, torch.Tensor]) -> None:
+            tensors["model.embed_tokens.weight"].view(-1)[0] = 0.0
+            tensors["lm_head.weight"] = change(tensors["model.embed_tokens.weight"].clone())
+
+        change_weights(store)(directory)
+
+    return rewrite
+
+
+def with_signed_zero(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(-1)[0] = -0.0
+    return tensor
+
+
+COPY_DIFFERS = r"lm_head\.weight differs from model\.embed_tokens\.weight"
+
+
 def add_adapter(directory: Path) -> None:
     """As PEFT's save_pretrained leaves it in the folder of its base."""
     (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4}))
@@ -128,6 +160,17 @@ CASES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "code of its own": (change_config(auto_map={"AutoModel": "modeling.Model"}), r"auto_map=.*is not supported"),
     "pickle that runs code": (rewrite_as_pickle, r"pytorch_model\.bin: not a readable PyTorch checkpoint"),
+    "pickle with a dictionary around the tensors": (
+        save_as_pickle(lambda tensors: {"state_dict": tensors}),
+        r"pytorch_model\.bin: 'state_dict' is dict, not a tensor; save the model's state_dict itself",
+    ),
+    "pickle of a list": (save_as_pickle(lambda tensors: list(tensors.values())), r"holds list, not names and tensors"),
+    "stored copy with -0 for 0": (tie_with_a_copy(with_signed_zero), COPY_DIFFERS),
+    "stored copy that is finer than its original": (tie_with_a_copy(lambda t: t.float() + 1e-6), COPY_DIFFERS),
+    "stored copy of integers": (
+        tie_with_a_copy(lambda t: t.to(torch.int32)),
+        r"of an unsupported dtype: lm_head\.weight \(int32\)",
+    ),
     "quantized": (change_config(quantization_config={"quant_method": "gptq"}), r"quant_method='gptq'"),
     "fewer layers in the config": (change_config(num_hidden_layers=2), r"not used by the model: model\.layers\.2"),
     "other weights for transformers": (

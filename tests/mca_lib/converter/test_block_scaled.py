@@ -145,6 +145,20 @@ def test_scale_that_does_not_fit_is_named(scale: TensorInfo | None, message: str
         dequantized(tensors, HF)
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5, float("nan")])
+def test_scale_that_is_not_above_zero_is_named(quantized: Path, tmp_path: Path, scale: float) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from mca_lib.converter.stream import convert_hf
+
+    path, name = quantized / "model.safetensors", "model.layers.0.mlp.up_proj.weight_scale_inv"
+    tensors = load_file(path)
+    tensors[name][-1, 0] = scale
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"{name} holds a scale that is not above 0"):
+        convert_hf(quantized, tmp_path / "mca")
+
+
 def test_quantized_weights_without_a_quantization_config_are_refused(quantized: Path, tmp_path: Path) -> None:
     config = json.loads((quantized / "config.json").read_text())
     del config["quantization_config"]

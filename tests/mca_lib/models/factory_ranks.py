@@ -15,6 +15,16 @@ def start(**layout: Any) -> Any:
     return args
 
 
+def set_weight(directory: Path, name: str, value: float) -> None:
+    """Set one element of a Hugging Face tensor."""
+    from safetensors.torch import load_file, save_file
+
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors[name].view(-1)[-1] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
 def save_at(layout: dict[str, Any], source: Path, target: Path) -> None:
     """Load a Hugging Face directory at a layout and save it as an MCA checkpoint."""
     from mca_lib.models import AutoModel

@@ -42,6 +42,7 @@ def layout_args(
     last_stage_layers: int | None = None,
     pipeline_layout: str | None = None,
     bf16: bool = False,
+    fp16: bool = False,
 ) -> Any:
     """Training arguments, as far as a model needs them."""
     from mca_lib.parallel import DistributingParallelArguments
@@ -58,5 +59,5 @@ def layout_args(
         pipeline_model_parallel_layout=pipeline_layout,
         sequence_parallel=sequence_parallel,
     )
-    args.bf16, args.fp16 = bf16, False
+    args.bf16, args.fp16 = bf16, fp16
     return args

@@ -64,6 +64,17 @@ def test_dtype_is_what_the_arguments_ask_for(ranks: Any, hf: Path, mca: Path, fm
     assert ranks(1, factory_ranks.dtypes_at, directory / "untied", True) == [{"torch.bfloat16"}]  # stored in fp32
 
 
+@pytest.mark.parametrize("fmt", ["hf", "mca"])
+def test_weight_that_is_too_large_for_the_dtype_is_named(ranks: Any, tmp_path: Path, fmt: str) -> None:
+    """Not an infinity in the model."""
+    ranks(1, save_hf, tmp_path / "hf", "qwen2")
+    ranks(1, factory_ranks.set_weight, tmp_path / "hf", "model.layers.1.mlp.up_proj.weight", -1e5)
+    ranks(1, "mca_lib.converter.stream:convert_hf", tmp_path / "hf", tmp_path / "mca")
+    with pytest.raises(RankError, match=r"ConfigError: .*(up_proj|linear_fc1)\.weight has the value 100000, float16"):
+        ranks(1, factory_ranks.parameters_at, {"fp16": True}, tmp_path / fmt)
+    ranks(1, factory_ranks.parameters_at, {"bf16": True}, tmp_path / fmt)
+
+
 def test_widening_is_exact(ranks: Any, hf: Path) -> None:
     """bf16 weights in an fp32 model have the values of the file."""
     from safetensors.torch import load_file

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.mca_lib.converter import export_ranks
 from tests.mca_lib.models import vocabulary_ranks
 from tests.mca_lib.models.vocabulary_ranks import NEW, OLD
 from tests.mca_lib.tiny_models import save_hf
@@ -113,6 +114,21 @@ def test_grown_model_is_saved_and_exported_with_its_rows(ranks: Any, sources: Pa
         again = whole(ranks(1, vocabulary_ranks.grown, {}, directory, NEW))
         assert all(np.array_equal(again[name], rows) for name, rows in expected.items())
     assert ranks(1, transformers_vocabulary, tmp_path / "hf") == [(NEW, NEW)]
+
+
+@pytest.mark.parametrize("layout", [{}, {"tensor": 2, "sequence_parallel": True}, {"pipeline": 2}], ids=str)
+@pytest.mark.parametrize("variant", ["llama-tied", "deepseek-mtp"])
+def test_tensors_that_the_source_stores_twice_grow_together(
+    ranks: Any, tmp_path: Path, variant: str, layout: dict[str, Any]
+) -> None:
+    ranks(1, save_hf, tmp_path / "hf", variant)
+    if variant == "llama-tied":
+        ranks(1, export_ranks.add_redundant_head, tmp_path / "hf", True)
+    count = 1 if layout == {} else 2
+    ranks(count, vocabulary_ranks.export_grown, layout, tmp_path / "hf", NEW, tmp_path / "grown")
+    (copies,) = ranks(1, vocabulary_ranks.stored_copies, tmp_path / "hf", tmp_path / "grown")
+    assert copies
+    assert all((same, rows) == (True, NEW) for _, same, rows in copies.values()), copies
 
 
 def transformers_vocabulary(directory: Path) -> tuple[int, int]:

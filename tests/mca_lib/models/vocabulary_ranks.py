@@ -47,6 +47,20 @@ def export_grown(layout: dict[str, Any], directory: Path, size: int, target: Pat
     load(layout, directory, size).save_pretrained_as_hf(target)
 
 
+def stored_copies(source: Path, exported: Path) -> dict[str, tuple[str, bool, int]]:
+    """Name of a stored copy → (what it is a copy of, is it that in the exported directory, rows)."""
+    from safetensors.torch import load_file
+
+    from mca_lib.converter.hf_source import HfSource
+    from mca_lib.converter.plan import make_plan
+    from mca_lib.models.config import McaModelConfig
+
+    tensors = load_file(exported / "model.safetensors")
+    with HfSource(source) as stored:
+        copies = make_plan(McaModelConfig.from_pretrained(source), stored.tensors).copies
+    return {n: (of, bool((tensors[n] == tensors[of]).all()), len(tensors[n])) for n, of in copies.items()}
+
+
 def tied_weights_are_one(directory: Path) -> bool:
     """On one rank the output layer of a tied model reads the embedding."""
     (model,) = load({}, directory, NEW)
