@@ -1,7 +1,16 @@
 """Qwen3 with experts in place of some MLPs."""
 
 from mca_lib.models.families.base import Family, Field
-from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_WEIGHTS, OUTPUT_BIAS, QK_NORM, QKV_BIAS, head_size
+from mca_lib.models.families.dense import (
+    DENSE_FIELDS,
+    DENSE_WEIGHTS,
+    OUTPUT_BIAS,
+    QK_NORM,
+    QKV_BIAS,
+    head_size,
+    key_value_heads,
+    replaced,
+)
 from mca_lib.models.families.moe import EXPERT_WEIGHTS, MOE_NEUTRAL, QWEN_MOE_FIELDS, sparse_layers
 from mca_lib.models.families.window import SwitchedWindow
 
@@ -9,7 +18,7 @@ FAMILY = Family(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     fields=(
-        *DENSE_FIELDS,
+        *replaced(DENSE_FIELDS, key_value_heads(4)),
         *QWEN_MOE_FIELDS,
         Field("max_position_embeddings", "max_position_embeddings", 32768),
         Field("head_dim", "kv_channels", head_size),

@@ -149,6 +149,7 @@ REFUSED = [
     ("deepseek_v3", {"first_k_dense_replace": 6}, "no layer has experts"),
     ("deepseek_v3", {"first_k_dense_replace": "3"}, r"config\.json: first_k_dense_replace='3'"),
     ("deepseek_v3", {"n_routed_experts": None}, "n_routed_experts is missing"),
+    ("deepseek_v3", {"num_key_value_heads": 2}, r"num_query_groups=2 \(num_key_value_heads\) must be"),
     ("deepseek_v3", {"n_group": 3, "topk_group": 1}, "16 experts do not divide into num_groups=3"),
     ("deepseek_v3", {"n_group": 16, "topk_group": 1}, "16 experts do not divide into num_groups=16 .* of 2 or more"),
     ("deepseek_v3", {"topk_group": 9}, r"from group_topk=9 \(topk_group\) of 8 groups of 2"),

@@ -1,5 +1,6 @@
 """What preflight asks of a config.json: refused by name, or read exactly."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,7 +57,6 @@ REFUSED = {
     "scoring_func": "softmax",
     "topk_method": "greedy",
     "moe_layer_freq": 2,
-    "num_key_value_heads": 2,
     "is_causal": False,
 }
 """Field of a `Neutral` rule → a value that changes the mathematics."""
@@ -140,6 +140,23 @@ def test_value_of_another_kind_is_named_on_one_line(field: str, value: object) -
     with pytest.raises(ModelError, match=rf"^config\.json: {field}\b") as error:
         check_hf_config({**BASE, field: value})
     assert "\n" not in str(error.value)
+
+
+OPTIONAL = {"num_key_value_heads", "rms_norm_eps", "n_group", "topk_group"}
+
+
+@pytest.mark.parametrize("model_type", BASES)
+def test_absent_field_has_the_default_of_transformers(model_type: str) -> None:
+    """transformers writes every field that it has; what it wrote must mean what the short config means."""
+    from transformers import AutoConfig
+
+    hf = {name: value for name, value in BASES[model_type].items() if name not in OPTIONAL}
+    hf |= {"num_attention_heads": 128, "hidden_size": 1024}  # the defaults of key/value heads divide 128
+    hf |= {"num_experts_per_tok": 8} if model_type == "deepseek_v3" else {}  # the default groups allow 8
+    written = AutoConfig.for_model(**hf).to_dict()
+    assert replace(config_from_hf(written), hf_config=hf) == config_from_hf(hf)
+    absent = {f.hf for f in FAMILIES[model_type].fields if not {f.hf, *f.aliases} & set(hf)}
+    assert len(absent & set(written)) >= 5, "the defaults of these were compared"
 
 
 def test_misspelt_model_type_gets_the_nearest_one() -> None:
