@@ -1,8 +1,8 @@
 """``mcaflow``: run a recipe, see what a run would do, look into the store; convert, inspect and verify models.
 
 Only the standard library and typer load at start; each command imports what it needs, so ``--help`` answers at once.
-Exit codes: 0 done; 1 a stage failed or damage was found; 2 something for the user to mend; 3 `verify-model` cannot tell;
-130 interrupted, 143 terminated.
+Exit codes: 0 done; 1 a stage failed or damage was found; 2 something for the user to mend; 3 `verify-model` cannot
+tell; 130 interrupted, 143 terminated.
 """
 
 import json
@@ -142,9 +142,7 @@ def verify_model(
     model: Annotated[Path, typer.Argument(help="Directory of a Hugging Face model.")],
     layouts: Annotated[
         str | None,
-        typer.Option(
-            help="For instance TP2,PP2xFIRST1; default: those of a card, with 3, 5 or 7 where 2 does not fit."
-        ),
+        typer.Option(help="For instance TP2,PP2xFIRST1; default: a card's, with 3, 5 or 7 where 2 does not fit."),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the card to this file.")] = None,
     generate: Annotated[bool, typer.Option("--generate", help="Compare greedy generations too.")] = False,
@@ -175,24 +173,22 @@ def inspect(
         bool, typer.Option("--sequence-parallel", help="Split the activations between tensor parallel regions too.")
     ] = False,
     first_stage_layers: Annotated[
-        int | None, typer.Option(help="Layers of the first pipeline rank; default: an equal share.")
+        int | None, typer.Option(help="Layers of the first stage; default: equal shares.")
     ] = None,
     last_stage_layers: Annotated[
-        int | None, typer.Option(help="Layers of the last pipeline rank; default: an equal share.")
+        int | None, typer.Option(help="Layers of the last stage; default: equal shares.")
     ] = None,
     pipeline_layout: Annotated[
         str | None, typer.Option(help="What each stage holds, for instance 'Et*3|t*5L'.")
     ] = None,
-    ranks: Annotated[
-        int | None, typer.Option(help="Ranks of all machines; default: one replica of the layout.")
-    ] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks of all machines; default: one replica.")] = None,
     data: Annotated[int | None, typer.Option(help="Replicas of the model, instead of --ranks.")] = None,
     precision: Annotated[str, typer.Option(help="Of the weights, bf16 or fp32; gradients are fp32.")] = "bf16",
     distributed_optimizer: Annotated[bool, typer.Option(help="Replicas share the optimizer state.")] = True,
     sequence_length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
     micro_batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = 1,
     recompute: Annotated[
-        str, typer.Option(help="none; selective: attention scores are computed twice; full: whole layers are.")
+        str, typer.Option(help="none; selective: core attention twice; full: all layers twice.")
     ] = "none",
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
