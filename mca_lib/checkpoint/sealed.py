@@ -47,13 +47,12 @@ def seal(staging: Path, target: Path, meta: dict[str, Any]) -> None:
 
 def move_into_place(staging: Path, target: Path) -> None:
     """Rename `staging` to `target`, replacing what is there, when all its bytes are on the disk."""
-    for path in [*staging.rglob("*"), staging]:
-        _fsync(path)
+    sync(staging)
     replaced = target.parent / f".replaced-{uuid.uuid4().hex[:12]}"
     if target.exists():
         target.rename(replaced)
     staging.rename(target)
-    _fsync(target.parent)
+    sync(target.parent, deep=False)
     if replaced.exists():
         shutil.rmtree(replaced)
 
@@ -87,9 +86,11 @@ def file_digest(path: Path) -> str:
     return blake3(max_threads=blake3.AUTO).update_mmap(path).hexdigest()
 
 
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def sync(directory: Path, *, deep: bool = True) -> None:
+    """Send a directory's names to the disk, and with `deep` everything in it."""
+    for path in [*directory.rglob("*"), directory] if deep else [directory]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
