@@ -17,6 +17,7 @@ class ExportConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """`auto` is the dtype of the source model."""
     max_shard_size: str = Field(default="5GB", pattern=r"^\d+(\.\d+)?(KB|MB|GB)$")
+    """Largest weights file, in decimal units."""
     lora: Literal["merged", "adapter", "both"] = "both"
     """After a training with LoRA: the merged model, the adapter alone as PEFT has it, or the model with the adapter in
     its folder `adapter`."""

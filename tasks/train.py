@@ -47,22 +47,31 @@ class TrainingConfig(Section):
     use_mca: bool = True
     """Megatron-Core; false falls back to LLaMA-Factory's trainers."""
     finetuning_type: Literal["full", "lora"] = "full"
+    """All weights, or adapters beside frozen weights (section `lora`)."""
     global_batch_size: PositiveInt = 8
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Execution[PositiveInt] = 1
     """Sequences per forward pass of one data-parallel rank."""
     num_train_epochs: float = Field(default=1.0, gt=0, le=1e6)
+    """Passes over the training split, where `max_steps` is -1."""
     max_steps: int = Field(default=-1, ge=-1, le=10**9)
     """Optimizer steps; -1 derives them from `num_train_epochs`."""
     learning_rate: float = Field(default=1e-5, gt=0, le=1.0)
+    """After the warm-up."""
     min_learning_rate: float = Field(default=0.0, ge=0)
+    """What a linear or cosine schedule ends at."""
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
+    """Course of the learning rate after the warm-up."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the steps over which the learning rate rises from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's, decoupled from the gradient."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of Adam's mean of the gradient."""
     adam_beta2: float = Field(default=0.999, ge=0, lt=1)
+    """Decay of Adam's mean of the squared gradient."""
     adam_epsilon: float = Field(default=1e-8, gt=0)
+    """Added to the denominator of Adam's update."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Gradient clipping threshold; 0 turns clipping off."""
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -70,29 +79,38 @@ class TrainingConfig(Section):
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of the order of the data and of dropout."""
     use_distributed_optimizer: Execution[bool] = True
+    """Data-parallel replicas share the optimizer state."""
     recompute_granularity: Execution[Literal["none", "selective", "full"]] = "none"
-    """Activation recomputation."""
+    """Activations to compute twice instead of keeping: none, those of core attention, or all of each layer."""
     logging_steps: Execution[PositiveInt] = 1
+    """Steps between two lines of the log."""
     save_steps: Execution[NonNegativeInt] = 100
     """A checkpoint to resume from every this many steps; 0 for none but on SIGTERM."""
     save_total_limit: Execution[PositiveInt] = 2
+    """Checkpoints to resume from that are kept, the newest ones."""
 
 
 class ParallelConfig(Section):
     """The parallel layout, all of it execution: it decides speed and memory; the result changes by rounding alone."""
 
     tensor: Execution[PositiveInt] = 1
+    """Ranks that share each weight matrix."""
     pipeline: Execution[PositiveInt] = 1
+    """Ranks that share the stack of layers."""
     virtual_pipeline: Execution[PositiveInt | None] = None
     """Model chunks per pipeline rank (interleaved schedule)."""
     context: Execution[PositiveInt] = 1
+    """Ranks that share each sequence."""
     expert: Execution[PositiveInt] = 1
+    """Ranks that share the experts of a layer."""
     expert_tensor: Execution[PositiveInt | None] = None
     """Ranks that share each expert; by default as many as share the other weights."""
     sequence_parallel: Execution[bool] = False
+    """Split the activations between tensor parallel regions too; models with experts need it to train with `tensor`."""
     first_stage_layers: Execution[PositiveInt | None] = None
+    """Layers of the first pipeline rank, where it is not to have an equal share."""
     last_stage_layers: Execution[PositiveInt | None] = None
-    """Layers of the first and last pipeline rank, where they are not to have an equal share."""
+    """Layers of the last pipeline rank, where it is not to have an equal share."""
     pipeline_layout: Execution[str | None] = None
     """What each pipeline stage holds, in Megatron's notation: `Et*3|t*4L`."""
 
@@ -103,15 +121,20 @@ class LauncherConfig(Section):
     nproc_per_node: Execution[int] = Field(default=1, ge=1, le=1024)
     """Ranks on this machine; data parallelism is what TP × PP × CP leaves of them."""
     omp_num_threads: Execution[PositiveInt] = 1
+    """CPU threads of each rank."""
     max_restarts: Execution[NonNegativeInt] = 0
+    """How often torchrun starts all ranks again after a failure."""
 
 
 class LoraConfig(Section):
     """LoRA, used when `training.finetuning_type` is `lora`; fields as those of PEFT."""
 
     r: PositiveInt = 8
+    """Rank of the adapters."""
     alpha: PositiveInt = 16
+    """Adapters are scaled by alpha / r."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the adapters' inputs that is dropped in training."""
     use_rslora: bool = False
     """Scale by alpha / √r in place of alpha / r."""
     target_modules: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)

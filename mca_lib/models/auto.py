@@ -17,7 +17,7 @@ class AutoConfig:
 
 
 class AutoModel:
-    """Model chunks of this rank. Every dense family is one class, `McaGPTModel`."""
+    """Model chunks of this rank. Every family is one class, `McaGPTModel`; the config decides what its layers are."""
 
     @staticmethod
     def from_pretrained(

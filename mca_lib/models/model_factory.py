@@ -21,6 +21,7 @@ from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter
+from mca_lib.converter.unchanged import Stamps
 from mca_lib.errors import ConfigError
 from mca_lib.models import size
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
@@ -78,8 +79,14 @@ class VirtualModels:
             yield from ((n, p) for n, p in checkpoint_parameters(model) if isinstance(p, torch.nn.Parameter))
 
     def num_parameters(self, total: bool = False) -> int:
-        """Elements that this rank holds, or with `total` those of the whole model, each once and without padding."""
-        return size.total(self.mca_config) if total else sum(p.numel() for p in self.parameters())
+        """Weights that this rank holds, or with `total` those of the whole model, each once and without padding.
+
+        Counted is what a checkpoint of the model stores: the biases that balance experts are among it, though no
+        gradient reaches them, and adapters are not.
+        """
+        if total:
+            return size.total(self.mca_config)
+        return sum(tensor.numel() for model in self.models for _, tensor in checkpoint_parameters(model))
 
     def num_floating_point_operations(self, tokens: int, sequence_length: int) -> int:
         """Of a training step of the whole model over `tokens` in sequences of `sequence_length`.
@@ -185,7 +192,9 @@ class PretrainedModel(MegatronModule):
         Each rank reads only what it owns; weights are cast to the dtype that `args` ask for. Collective.
 
         Args:
-            args: see `transformer_config`.
+            args: the layout and the precision, of `mca_lib.parallel.DistributingParallelArguments` or of the training
+                arguments, which have `bf16` and `fp16` too; without these weights are fp32. None is one rank in fp32.
+                The process groups must be there (`initialize_model_parallel`), at the same layout.
             tokenizer: where it has more tokens than the vocabulary has rows, rows are added (see `vocabulary`), which
                 the config then records. A vocabulary never shrinks.
 
@@ -195,6 +204,7 @@ class PretrainedModel(MegatronModule):
         """
         _require_model_parallel()
         directory = Path(directory)
+        stamps = Stamps.of(directory)
         mca_config = cls.config_class.from_pretrained(directory)
         size = tokenizer_size(tokenizer) if tokenizer is not None else 0
         grown = with_vocabulary(mca_config, size)
@@ -209,6 +219,7 @@ class PretrainedModel(MegatronModule):
             plan = converter.plan(source.tensors)
             models = cls._empty(plan.config(grown), args, use_cpu_initialization, directory)
             converter.load(models, source, plan)
+        stamps.check()
         return models
 
     @classmethod

@@ -134,3 +134,10 @@ def test_every_section_field_is_either_identity_or_execution():
 
 def test_mark_survives_pydantic():
     assert EXECUTION in PipelineConfig.model_fields["name"].metadata
+
+
+def test_every_field_has_a_meaning_of_its_own() -> None:
+    """What `mcaflow fields` prints."""
+    sections = {name: field.annotation for name, field in PipelineConfig.model_fields.items() if name != "name"}
+    meanings = {f"{s}.{f}": i.description for s, section in sections.items() for f, i in section.model_fields.items()}
+    assert [name for name, meaning in meanings.items() if not meaning] == []
