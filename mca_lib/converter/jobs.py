@@ -29,6 +29,7 @@ from mca_lib.converter.parity import (
 )
 from mca_lib.converter.plan import Plan
 from mca_lib.converter.stream import convert_hf
+from mca_lib.converter.unchanged import Stamps
 from mca_lib.errors import ModelError, ResourceError
 from mca_lib.memory import available_memory
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
@@ -49,13 +50,16 @@ def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
     model, output, limit = Path(spec["model"]), Path(spec["output"]), spec["max_logits_difference"]
     if is_mca_checkpoint(model):
         raise ModelError(f"{model}: already an MCA checkpoint; give the directory of a Hugging Face model")
+    stamps = Stamps.of(model)
     config = McaModelConfig.from_pretrained(model)
     with HfSource(model) as source:
         plan = ModelConverter(config).plan(source.tensors)
         size = tokenizer_size(load_tokenizer(model)) if spec.get("resize_vocabulary") else 0
         rows = extra_rows(source, config, size)
         if limit is None:
-            result = convert_hf(model, output, read_back=True, extra_rows=rows, progress=_writing(progress))
+            result = convert_hf(
+                model, output, read_back=True, extra_rows=rows, stamps=stamps, progress=_writing(progress)
+            )
             return {**result, "logits": None}
         _check_memory(model, plan, config)
     ids = sample_ids(
@@ -70,7 +74,7 @@ def convert(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         check_difference(difference, limit, str(model))
         return {"logits": difference.to_dict()}
 
-    return convert_hf(model, output, check=check, extra_rows=rows, progress=_writing(progress))
+    return convert_hf(model, output, check=check, extra_rows=rows, stamps=stamps, progress=_writing(progress))
 
 
 def export(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:

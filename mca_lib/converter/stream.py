@@ -23,6 +23,7 @@ from mca_lib.converter.file_tensor import SMALLEST_COPY, Content, FileTensor
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
 from mca_lib.converter.plan import Plan
+from mca_lib.converter.unchanged import Stamps
 from mca_lib.converter.workers import WORKERS, Scratch, one_thread_per_operation
 from mca_lib.errors import CheckpointError, ModelError
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
@@ -38,6 +39,7 @@ def convert_hf(
     check: Check | None = None,
     read_back: bool = False,
     extra_rows: Mapping[str, torch.Tensor] | None = None,
+    stamps: Stamps | None = None,
     workers: int = WORKERS,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
@@ -48,19 +50,22 @@ def convert_hf(
         check: gets the folder with the whole checkpoint and the plan before it is published; what it raises ends the
             conversion, what it returns is added to the result.
         read_back: read what was written and compare its digest; for a checkpoint that no `check` loads.
+        stamps: of the source, where the caller has read of it already.
         extra_rows: name in the checkpoint (embedding, output layer) → rows to append, for a larger vocabulary.
 
     Returns:
         {"digest", "parts", "parameters", "dtype", "tensors", "bytes", "bytes_read"} and what `check` returns
 
     Raises:
-        ModelError: the model is unsupported, damaged or inconsistent, or a weight is not a finite number.
+        ModelError: the model is unsupported, damaged or inconsistent, a weight is not a finite number, or a file of the
+            model changed meanwhile.
         ConfigError: `output` is there.
         CheckpointError: what was read back is not what was written.
     """
     source, output = Path(source), Path(output)
     if is_mca_checkpoint(source):
         raise ModelError(f"{source}: already an MCA checkpoint; give the directory of a Hugging Face model")
+    stamps = stamps or Stamps.of(source)
     config = McaModelConfig.from_pretrained(source)
     with HfSource(source) as hf, published(output) as folder:
         plan = ModelConverter(config).plan(hf.tensors)
@@ -81,6 +86,7 @@ def convert_hf(
         }
         if check is not None:
             result |= check(folder, plan)
+        stamps.check()
     return result
 
 

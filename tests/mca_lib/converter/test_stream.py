@@ -1,6 +1,7 @@
 """The streaming conversion: the checkpoint of a model that was never in memory is the one that Megatron writes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -204,6 +205,34 @@ def test_model_three_times_the_memory_converts_and_exports(tmp_path: Path) -> No
     source, back = HfSource(tmp_path / "hf"), HfSource(tmp_path / "back")
     assert source.tensors == back.tensors
     assert all(torch.equal(source.slice(name)[:], back.slice(name)[:]) for name in source.tensors)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("how", ["written", "replaced", "removed"])
+def test_source_that_changes_while_it_is_read_is_an_error(tmp_path: Path, file: str, how: str) -> None:
+    """Otherwise the checkpoint would be a mixture of two models."""
+    llama_files.make(tmp_path / "hf")
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    path = tmp_path / "hf" / file
+    data = path.read_bytes()
+
+    def change(done: int, total: int, **_: object) -> None:
+        if done != total // 2:
+            return
+        if how == "written":
+            path.write_bytes(data)
+            status = path.stat()
+            os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # the clock of a file system is coarse
+            return
+        if how == "replaced":
+            (tmp_path / "other").write_bytes(data)
+            (tmp_path / "other").rename(path)
+        else:
+            path.unlink()
+
+    with pytest.raises(ModelError, match=rf"{file} changed while the model was read"):
+        convert_hf(tmp_path / "hf", tmp_path / "mca", progress=change)
+    assert not (tmp_path / "mca").exists()
 
 
 def test_export_leaves_an_existing_directory_alone_or_replaces_it_whole(tmp_path: Path) -> None:
