@@ -46,6 +46,9 @@ RECIPE = {name: f"parallel.{name}" for name in ARGUMENTS}
 """Field of a layout → its name in a recipe."""
 
 
+_NUMBERS = [name for name in ARGUMENTS if name not in ("sequence_parallel", "pipeline_layout")]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Parallel sizes under the recipe's names."""
@@ -98,17 +101,23 @@ def model_ranks(layout: ParallelSizes) -> int:
 
 
 def size_problems(layout: ParallelSizes, names: Mapping[str, str] = RECIPE) -> Iterator[str]:
-    """Sizes that contradict each other, whatever the model is, as `field: reason`.
+    """Sizes that are none or contradict each other, whatever the model is, as `field: reason`.
 
     `names` are the fields as the user knows them: `RECIPE` or `ARGUMENTS`.
     """
-    for name in ("tensor", "pipeline", "context", "expert"):
-        if getattr(layout, name) < 1:
-            yield f"{names[name]}: {getattr(layout, name)} is too small; it must be at least 1"
+    yield from too_small(layout, names)
     if virtual_stages(layout) and layout.pipeline == 1:
         yield f"{names['virtual_pipeline']}: {layout.virtual_pipeline} needs {names['pipeline']} of at least 2"
     if layout.sequence_parallel and layout.tensor == 1:
         yield f"{names['sequence_parallel']}: true needs {names['tensor']} of at least 2"
+
+
+def too_small(layout: ParallelSizes, names: Mapping[str, str] = RECIPE) -> Iterator[str]:
+    """Sizes of less than 1, as `field: reason`."""
+    for name in _NUMBERS:
+        size = getattr(layout, name)
+        if size is not None and size < 1:
+            yield f"{names[name]}: {size} is too small; it must be at least 1"
 
 
 def rank_problems(layout: ParallelSizes, ranks: int, names: Mapping[str, str] = RECIPE) -> Iterator[str]:

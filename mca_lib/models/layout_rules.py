@@ -2,7 +2,7 @@
 
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.layout import ParallelSizes, expert_tensor_size
+from mca_lib.models.layout import ParallelSizes, expert_tensor_size, too_small
 from mca_lib.models.pipeline import pipeline_chunks
 
 
@@ -11,6 +11,8 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
 
     The vocabulary is no part of it: it is padded to a multiple of the ranks that share it.
     """
+    for problem in too_small(parallel):
+        raise ConfigError(problem)
     _check_tensor(config, parallel)
     _check_experts(config, parallel)
     pipeline_chunks(config.num_layers, config.mtp_num_layers, parallel)

@@ -1,11 +1,13 @@
 """A layout that does not fit the model is refused before anything is allocated, naming the recipe's field."""
 
+import re
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from mca_lib.errors import ConfigError
-from mca_lib.models.layout import Layout
+from mca_lib.models.layout import Layout, size_problems
 from mca_lib.models.layout_rules import check_config_layout
 from mca_lib.models.registry import check_layout, config_from_hf
 from tests.mca_lib.models.test_registry import BASE, BASES
@@ -27,6 +29,19 @@ from tests.mca_lib.models.test_registry import BASE, BASES
 def test_layout_that_does_not_fit_names_both_sides(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_layout(BASE, Layout(**sizes))
+
+
+NUMBERS = {field.name for field in fields(Layout)} - {"sequence_parallel", "pipeline_layout"}
+
+
+@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("name", sorted(NUMBERS))
+def test_size_of_less_than_one_is_named(name: str, size: int) -> None:
+    layout = Layout(**{"pipeline": 2, name: size})
+    message = rf"^parallel\.{name}: {size} is too small; it must be at least 1$"
+    with pytest.raises(ConfigError, match=message):
+        check_layout(BASE, layout)
+    assert re.search(message, next(size_problems(layout)))
 
 
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipeline": 3, "virtual_pipeline": 2, "tensor": 2}])
