@@ -91,6 +91,8 @@ def apply_megatron_lora(models: "VirtualModels", lora: "LoraConfig", seed: int =
             without any adapter.
     """
     check_lora_config(lora)
+    if models.lora_config is not None:
+        raise RuntimeError("the model has adapters already")
     names = target_names(models.mca_config, targets_of(lora))
     entries = {entry.mca: entry for entry in linear_layers(models.mca_config)}
     for model in models:

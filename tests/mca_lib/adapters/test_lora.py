@@ -11,12 +11,11 @@ from mca_lib.adapters.peft_files import BASE_NAME, WEIGHTS_NAME
 from tests.mca_lib.adapters.lora_ranks import (
     adapter_and_gradients,
     logits_four_ways,
-    plain_gradients,
-    plain_training,
     replicated_after_dropout,
     train_lora,
     train_preferences,
 )
+from tests.mca_lib.adapters.plain_lora import plain_gradients, plain_training
 from tests.mca_lib.checkpoint.expert_ranks import make_sources
 from tests.mca_lib.trainers.preference_training import make_pair_store
 from tests.mca_lib.trainers.training import history, make_store
