@@ -181,7 +181,9 @@ def inspect(
     pipeline_layout: Annotated[
         str | None, typer.Option(help="What each stage holds, for instance 'Et*3|t*5L'.")
     ] = None,
-    ranks: Annotated[int | None, typer.Option(help="Ranks of all machines; default: one replica.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks of all machines; default: the fewest these sizes allow.")
+    ] = None,
     data: Annotated[int | None, typer.Option(help="Replicas of the model, instead of --ranks.")] = None,
     precision: Annotated[str, typer.Option(help="Of the weights, bf16 or fp32; gradients are fp32.")] = "bf16",
     distributed_optimizer: Annotated[bool, typer.Option(help="Replicas share the optimizer state.")] = True,
