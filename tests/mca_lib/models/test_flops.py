@@ -70,6 +70,24 @@ def of_models(variant: str) -> tuple[int, int, int]:
     return models.num_parameters(total=True), models.num_parameters(), models.num_floating_point_operations(64, 16)
 
 
+def counts(variants: list[str]) -> dict[str, tuple[int, int]]:
+    """Variant → its parameters, and those of the only rank."""
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import initialize_model_parallel
+    from tests.mca_lib.models.layouts import layout_args
+
+    initialize_model_parallel(layout_args())
+    models = {v: AutoModel.from_config(config_from_hf(hf_config(v, vocab_size=128).to_dict())) for v in variants}
+    return {v: (m.num_parameters(total=True), m.num_parameters()) for v, m in models.items()}
+
+
+def test_only_rank_holds_all_parameters(ranks: Any) -> None:
+    """Of a vocabulary without padding."""
+    (counted,) = ranks(1, counts, ["llama", "llama-tied", "qwen2-moe", "deepseek-mtp"])
+    for variant, (total, own) in counted.items():
+        assert total == own, variant
+
+
 def test_models_answer_for_the_whole_model_on_every_rank(ranks: Any) -> None:
     (first, second) = ranks(2, of_models, "llama")
     total, own, operations = first
