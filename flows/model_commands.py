@@ -115,7 +115,7 @@ def _print_card(card: Card) -> None:
         noticed = "noticed" if card.limits.exceeded(s.measured) else "not noticed"
         print(
             f"with {s.change}: max |Δ| {s.measured.max_difference:.2g}, KL {s.measured.kl:.2g}, {noticed}"
-            + ("" if s.required else " (one weight of a large model may be lost in rounding)")
+            + ("" if s.required or noticed == "noticed" else " (rounding may cover one weight of a large model)")
         )
     if card.generations is not None:
         g = card.generations
