@@ -6,14 +6,19 @@
     generation   the same for generation_config.json and licences
     digest       BLAKE3 over these parts
 
+A checkpoint that a conversion wrote also holds what the digest of its weights is made of, in model/digest.json. It is
+no part of the digest, and whoever reads tensors here or exports them compares. One that ranks wrote has no such file,
+and is taken as it is.
+
 A checkpoint written by eight ranks has the digest of the same weights written by one. One tensor is in memory at a
 time.
 """
 
 import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import blake3
 import torch
@@ -22,7 +27,10 @@ from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.side_files import side_files, tokenizer_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
 from mca_lib.errors import CheckpointError
-from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
+from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint, read_json
+
+RECORD_NAME = "digest.json"
+"""In the folder of the weights: {"weights": their digest, "tensors": the rows that it is made of}."""
 
 
 def digest(spec: dict[str, Any], progress: Any) -> dict[str, Any]:
@@ -52,15 +60,52 @@ def checkpoint_digest(directory: str | Path, progress: Any = None, *, weights: s
 
 
 def weights_digest(directory: str | Path, progress: Any = None) -> str:
-    """Digest of the tensors of a torch_dist checkpoint."""
+    """Digest of the tensors of a torch_dist checkpoint. Raises CheckpointError when one is not as it was recorded."""
     reader = CheckpointReader(directory)
+    record = Record.read(directory)
     tensors = list(reader)
     rows = []
     for done, tensor in enumerate(tensors):
         rows.append(tensor_row(tensor.name, reader.read(tensor.name)))
+        record.check(rows[-1])
         if progress is not None:
             progress(done + 1, len(tensors))
     return rows_digest(rows)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The rows of all tensors, as the writer of a checkpoint recorded them."""
+
+    directory: Path
+    rows: dict[str, list[Any]] | None
+    """By name of the tensor; None: nothing was recorded."""
+
+    @classmethod
+    def read(cls, directory: str | Path) -> Self:
+        """Raises CheckpointError when the record itself is damaged."""
+        path = Path(directory) / RECORD_NAME
+        if not path.is_file():
+            return cls(Path(directory), None)
+        found = read_json(path, CheckpointError)
+        rows = found.get("tensors")
+        if not isinstance(rows, list) or rows_digest(rows) != found.get("weights"):
+            raise CheckpointError(f"{path}: is damaged; convert the model again")
+        return cls(Path(directory), {row[0]: row for row in rows})
+
+    def check(self, row: list[Any]) -> None:
+        """Raise CheckpointError when a tensor has other bytes, another shape or another dtype than was recorded."""
+        if self.rows is not None and self.rows.get(row[0]) != row:
+            raise CheckpointError(
+                f"{self.directory}: damaged checkpoint: {row[0]} is not what was written; convert the model again"
+            )
+
+
+def write_record(directory: Path, rows: Iterable[list[Any]]) -> None:
+    """Record the rows of all tensors beside the weights."""
+    rows = sorted(rows)
+    text = json.dumps({"weights": rows_digest(rows), "tensors": rows}, separators=(",", ":"))
+    (directory / RECORD_NAME).write_text(text + "\n", encoding="utf-8")
 
 
 def tensor_row(name: str, tensor: torch.Tensor) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mca_lib.adapters.peft_files import Adapter
+from mca_lib.checkpoint.digest import Record, tensor_row
 from mca_lib.checkpoint.publish import published
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.side_files import copy_side_files
@@ -51,7 +52,8 @@ def export_hf(
         {"parameters", "bytes", "files", "dtype"}
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or of another model than its config says.
+        CheckpointError: the checkpoint is damaged, or of another model than its config says. Bytes are compared with
+            what a conversion recorded; a checkpoint that ranks wrote has no record, and is taken as it is.
         ConfigError: `output` is there, an option is wrong, or a weight is too large for `dtype`.
     """
     checkpoint, output = Path(checkpoint), Path(output)
@@ -89,18 +91,25 @@ def _write(
     dtypes = {name: slot.dtype for name, slot in writer.slots.items()}
     adapted = set() if adapter is None else adapter.weights
     dtypes |= dict.fromkeys(adapted, torch.float32)
+    record = Record.read(reader.directory)
     stored = {tensor.name: tensor for tensor in reader}
     scratch = Scratch(max(tensor.bytes for tensor in stored.values()))
     lock, done = threading.Lock(), 0
 
     def contents(entry: Entry) -> Iterable[tuple[str, Content]]:
         where = stored[entry.mca]
+        value = None
+        if record.rows is not None:
+            value = scratch.tensor(where.shape, where.dtype)
+            reader.read_into(entry.mca, value)
+            record.check(tensor_row(entry.mca, value))
         piece = reader.in_one_piece(entry.mca) if where.bytes >= SMALLEST_COPY else None
         named = converter.hf_runs(entry, piece) if piece is not None else None
         if named and all(dtypes[name] == where.dtype and name not in adapted for name, _ in named):
             return named
-        value = scratch.tensor(where.shape, where.dtype)
-        reader.read_into(entry.mca, value)
+        if value is None:
+            value = scratch.tensor(where.shape, where.dtype)
+            reader.read_into(entry.mca, value)
         return converter.to_hf(entry, value, dtypes)
 
     def export_entry(entry: Entry) -> None:

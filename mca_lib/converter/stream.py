@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from mca_lib.checkpoint.digest import checkpoint_digest, rows_digest, tensor_row, weights_digest
+from mca_lib.checkpoint.digest import checkpoint_digest, rows_digest, tensor_row, weights_digest, write_record
 from mca_lib.checkpoint.publish import published
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER, expected_shapes
@@ -71,9 +71,11 @@ def convert_hf(
         plan = ModelConverter(config).plan(hf.tensors)
         config = plan.config(config)
         stream = _Stream(config, plan, hf, dict(extra_rows or {}))
-        weights = stream.write(folder / WEIGHTS_FOLDER, workers, progress)
+        rows = stream.write(folder / WEIGHTS_FOLDER, workers, progress)
+        weights = rows_digest(rows)
         if read_back and weights_digest(folder / WEIGHTS_FOLDER) != weights:
             raise CheckpointError(f"{output}: what was read back is not what was written; check disk and memory")
+        write_record(folder / WEIGHTS_FOLDER, rows)
         copy_side_files(source, folder)
         stream.target_config.save_pretrained(folder)
         result = {
@@ -109,8 +111,8 @@ class _Stream:
             self.pieces.append(Piece(entry.mca, key, index, shapes[key], dtype))
         self._scratch = Scratch(max(piece.bytes for piece in self.pieces))
 
-    def write(self, directory: Path, workers: int, progress: Progress) -> str:
-        """Write all tensors; returns the digest of the weights."""
+    def write(self, directory: Path, workers: int, progress: Progress) -> list[list[Any]]:
+        """Write all tensors; returns the rows of their digest."""
         rows: list[list[Any]] = []
         lock = threading.Lock()
 
@@ -125,7 +127,7 @@ class _Stream:
 
         with one_thread_per_operation():
             write_checkpoint(directory, self.pieces, self._make, workers=workers, written=written)
-        return rows_digest(rows)
+        return rows
 
     def _make(self, piece: Piece) -> Content:
         entry, extra = self.entries[piece.name], self.extra_rows.get(piece.name)

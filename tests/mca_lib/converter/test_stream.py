@@ -90,6 +90,42 @@ def test_disk_that_changes_a_byte_is_found_by_reading_back(tmp_path: Path, monke
     assert not (tmp_path / "mca").exists()
 
 
+def flip_a_bit(path: Path, position: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(position, 2)
+        byte = file.read(1)
+        file.seek(-1, 1)
+        file.write(bytes([byte[0] ^ 4]))
+
+
+@pytest.mark.parametrize("smallest", [1, 1 << 40], ids=["copied", "through memory"])
+def test_bit_that_flips_in_a_checkpoint_is_found_by_export_and_digest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, smallest: int
+) -> None:
+    monkeypatch.setattr("mca_lib.converter.export.SMALLEST_COPY", smallest)
+    llama_files.make(tmp_path / "hf")
+    convert_hf(tmp_path / "hf", tmp_path / "mca")
+    flip_a_bit(tmp_path / "mca" / "model" / "__0_1.distcp", -5000)
+    with pytest.raises(CheckpointError, match=r"damaged checkpoint: decoder\.\S+ is not what was written"):
+        export_hf(tmp_path / "mca", tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        checkpoint_digest(tmp_path / "mca")
+
+
+def test_damaged_record_is_named_and_an_absent_one_is_accepted(tmp_path: Path) -> None:
+    llama_files.make(tmp_path / "hf")
+    result = convert_hf(tmp_path / "hf", tmp_path / "mca")
+    record = tmp_path / "mca" / "model" / "digest.json"
+    text = record.read_text()
+    record.write_text(text.replace(json.loads(text)["tensors"][0][3], "0" * 64))
+    with pytest.raises(CheckpointError, match=r"digest\.json: is damaged"):
+        export_hf(tmp_path / "mca", tmp_path / "back")
+    record.unlink()
+    export_hf(tmp_path / "mca", tmp_path / "back")
+    assert checkpoint_digest(tmp_path / "mca")["digest"] == result["digest"]
+
+
 def test_two_conversions_write_the_same_bytes(tmp_path: Path) -> None:
     llama_files.make(tmp_path / "hf")
     for name in "ab":
