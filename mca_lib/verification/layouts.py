@@ -19,7 +19,7 @@ STANDARD = (
     *("TP2", "TP2×SP", "PP2", "PP2×FIRST1", "PP2×VPP2", "CP2"),
     *("EP2", "TP2×EP2", "TP2×ETP1", "PP2×EP2"),
 )
-"""Every card has these, measured or with the reason why the model cannot be laid out so."""
+"""Every card has these, measured or with the reason why the model cannot have it."""
 
 _SIZES = {
     "TP": "tensor",
@@ -74,7 +74,7 @@ def ranks_of(layout: Layout) -> int:
 
 
 def refusal(config: McaModelConfig, layout: Layout) -> str | None:
-    """Why the model cannot be laid out so; None when it can."""
+    """Why the model cannot have this layout; None when it can."""
     try:
         check_config_layout(config, layout)
     except ConfigError as error:
