@@ -114,7 +114,7 @@ ODD = {
     "attention_bias": ["x", 0],
     "mlp_bias": [0],
     "rope_parameters": [[], "x"],
-    "rope_scaling": [[1]],
+    "rope_scaling": [[1], {"rope_type": ["linear"]}, {"type": ["linear"], "factor": 2.0}],
     "rope_theta": ["1e4", NAN, True, -1.0],
     "attention_dropout": ["x", NAN, 1.0],
     "initializer_range": [NAN, None, "x", -1.0],
