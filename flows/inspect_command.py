@@ -152,6 +152,8 @@ def _short(value: Any) -> str:
 
 def _print(found: Inspection, console: Console) -> None:
     facts = Table(box=None, pad_edge=False, show_header=False)
+    for heading in ("field", "value"):
+        facts.add_column(heading, overflow="fold")
     facts.add_row("model type", found.config.model_type)
     config = found.config.to_dict()
     for name in _SHOWN:
