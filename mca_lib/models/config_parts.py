@@ -129,7 +129,11 @@ class Experts:
         if self.topk > self.num_experts:
             raise ModelError(f"model config: {self.topk} experts per token of {self.num_experts} experts")
         if self.topk == 1 and self.normalize_topk:
-            raise ModelError("model config: with one expert per token its normalized weight is always 1; not supported")
+            # No gradient would reach the router: Megatron refuses it with softmax, and with sigmoid does not normalize.
+            raise ModelError(
+                "model config: with one expert per token its normalized weight is always 1, which Megatron does not "
+                "compute; use topk (num_experts_per_tok) of 2 or more"
+            )
         if not self.layers:
             raise ModelError("model config: no layer has experts; use a dense model type")
         if self.scaling_factor <= 0:  # Megatron takes 0 for none
