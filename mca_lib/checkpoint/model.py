@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
 from torch.distributed.checkpoint.api import CheckpointException
 
+from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.verify import verify_model
 from mca_lib.converter.casts import beyond, is_finite, narrows
@@ -37,11 +37,13 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 def save_model(models: list["McaGPTModel"], directory: str | Path) -> None:
     """Write the weights into `directory`, which must be new or empty; collective over all ranks."""
     directory = Path(directory)
-    if dist.get_rank() == 0:
+
+    def make() -> None:
         directory.mkdir(parents=True, exist_ok=True)
         if any(directory.iterdir()):
             raise CheckpointError(f"{directory}: not empty; a checkpoint is written into a new directory")
-    dist.barrier()
+
+    from_rank_0(make)
     tensors = _sharded_tensors(models)
     vocab_size = models[0].mca_config.vocab_size
     stripped = {k: t for k, v in tensors.items() if (t := _without_padding(v, vocab_size)) is not None}

@@ -17,7 +17,6 @@ import logging
 import random
 import shutil
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.model import translated_failures
 from mca_lib.checkpoint.sealed import find_damage, new_staging, remove_leftovers, seal
 from mca_lib.errors import CheckpointError
@@ -52,7 +52,7 @@ class TrainerState:
 def save_checkpoint(output_dir: Path, engine: Engine, state: TrainerState, keep: int | None) -> Path:
     """Write `checkpoint-<step>` and remove all but the newest `keep`; all ranks take part."""
     target = output_dir / f"{PREFIX}{state.step}"
-    staging = Path(_from_rank_0(lambda: str(new_staging(output_dir))))
+    staging = Path(from_rank_0(lambda: str(new_staging(output_dir))))
     (staging / "state").mkdir(exist_ok=True)
     dist.barrier()
     with translated_failures(staging / "state", "written"):
@@ -87,7 +87,7 @@ def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
             return str(path)
         return None
 
-    found = _from_rank_0(search)
+    found = from_rank_0(search)
     return Path(found) if found else None
 
 
@@ -196,17 +196,3 @@ def _restore_rng(state: dict[str, Any]) -> None:
     get_cuda_rng_tracker().set_states(state["tracker"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _from_rank_0(compute: Callable[[], str | None]) -> str | None:
-    """Rank 0's value on every rank; its CheckpointError too, so that all ranks end with the same message."""
-    box: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            box[0] = compute()
-        except CheckpointError as error:
-            box[1] = str(error)
-    dist.broadcast_object_list(box, src=0)
-    if box[1] is not None:
-        raise CheckpointError(box[1])
-    return box[0]

@@ -154,9 +154,12 @@ def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
 def parse_size(text: str) -> int:
     """Bytes of a size such as `5GB` (decimal units, as transformers reads them)."""
     try:
-        return int(float(text[:-2]) * _UNITS[text[-2:]])
-    except (KeyError, ValueError) as e:
-        raise ConfigError(f"max_shard_size={text!r} is no size; write it as 5GB, 500MB or 100KB") from e
+        size = int(float(text[:-2]) * _UNITS[text[-2:]])
+    except (KeyError, ValueError, OverflowError):  # the last is int's of an infinity
+        size = 0
+    if size < 1:
+        raise ConfigError(f"max_shard_size={text!r} is no size; write it as 5GB, 500MB or 100KB")
+    return size
 
 
 def _fill_shards(slots: Mapping[str, Slot], max_bytes: int) -> list[list[str]]:

@@ -5,6 +5,7 @@ operations that concern all of them: state dicts, saving, exporting.
 """
 
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -16,16 +17,18 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.model import load_model, save_model
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter
 from mca_lib.converter.unchanged import Stamps
-from mca_lib.errors import ConfigError
+from mca_lib.errors import ConfigError, DataError
 from mca_lib.models import size
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 from mca_lib.models.flops import training_flops
+from mca_lib.models.layout import ARGUMENTS
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.packing import document_bounds, zigzag_index
 from mca_lib.models.transformer_config import transformer_config
@@ -58,6 +61,24 @@ class VirtualModels:
         self.base_digest: str | None = None
         """Of the weights that the adapters are for, where the caller knows it."""
         self.models = [cls(mca_config, config, vp_stage=i if chunks else None) for i in range(chunks or 1)]
+
+    def __repr__(self) -> str:
+        sizes = {name: getattr(self.config, argument) for name, argument in ARGUMENTS.items()}
+        # A pipeline of its own layout is an object of Megatron, of many lines.
+        told = [f"{name}={size}" for name, size in sizes.items() if isinstance(size, int) and size not in (1, False)]
+        layout = " ".join(told) or "one rank"
+        count = len(self.models)
+        return (
+            f"VirtualModels({self.mca_config.model_type}, {self.num_parameters():,} parameters on this rank, "
+            f"{count} chunk{'s' * (count > 1)}, {layout})"
+        )
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        """There is no call: a rank may hold several chunks, and a pipeline passes between them."""
+        raise TypeError(
+            "a list of model chunks is not called; call one, models[0](input_ids, position_ids), or with a pipeline "
+            "Megatron's forward_backward_func with list(models)"
+        )
 
     def __len__(self) -> int:
         return len(self.models)
@@ -133,11 +154,13 @@ class VirtualModels:
             save_adapter(self, directory)
             return
         save_model(self.models, directory / WEIGHTS_FOLDER)
-        if dist.get_rank() == 0:
+
+        def finish() -> None:
             if self.source is not None:
                 copy_side_files(self.source, directory)
             self.mca_config.save_pretrained(directory)
-        dist.barrier()
+
+        from_rank_0(finish)
 
     def save_pretrained_as_hf(self, directory: str | Path, *, dtype: str = "auto", max_shard_size: str = "5GB") -> None:
         """Write a Hugging Face directory; collective over all ranks. See `mca_lib.converter.export.export_hf`.
@@ -149,18 +172,18 @@ class VirtualModels:
         if self.lora_config is not None:
             raise ConfigError(f"{directory}: it has adapters, which save_pretrained writes and export_hf merges")
         directory = Path(directory)
-        passage = directory.with_name(f"{directory.name}-passage")
-        self.save_pretrained(passage)
-        failure: list[BaseException | None] = [None]
-        if dist.get_rank() == 0:
-            try:
-                export_hf(passage, directory, dtype=dtype, max_shard_size=max_shard_size)
-            except Exception as e:
-                failure = [e]
-            shutil.rmtree(passage)
-        dist.broadcast_object_list(failure, src=0)  # or the other ranks would wait for a rank that has failed
-        if failure[0] is not None:
-            raise failure[0]
+
+        def make() -> str:
+            directory.parent.mkdir(parents=True, exist_ok=True)
+            return tempfile.mkdtemp(prefix=f"{directory.name}-passage-", dir=directory.parent)
+
+        passage = Path(from_rank_0(make))
+        try:
+            self.save_pretrained(passage)
+            from_rank_0(lambda: export_hf(passage, directory, dtype=dtype, max_shard_size=max_shard_size))
+        finally:
+            if dist.get_rank() == 0:
+                shutil.rmtree(passage, ignore_errors=True)
 
     def get_batch_on_this_cp_rank(
         self, batch: dict[str, Any], packed_seq_params: PackedSeqParams | None = None
@@ -249,22 +272,22 @@ class PretrainedModel(MegatronModule):
     ) -> dict[str, Any]:
         """This context parallel rank's tokens of every [B, T] tensor of `batch`; the rest passes through.
 
-        Raises DataError when a sequence or packed document does not divide by twice the context parallel size.
+        Raises DataError when a sequence or packed document does not divide by twice the context parallel size, or when
+        the tensors have several T.
         """
         ranks = self.config.context_parallel_size
         if ranks == 1:
             return batch
-        length = max(v.shape[1] for v in batch.values() if isinstance(v, torch.Tensor) and v.ndim == 2)
+        lengths = {k: v.shape[1] for k, v in batch.items() if isinstance(v, torch.Tensor) and v.ndim == 2}
+        if len(set(lengths.values())) != 1:
+            found = ", ".join(f"{name} {length}" for name, length in lengths.items()) or "no such tensor"
+            raise DataError(f"the [B, T] tensors of a batch must have one T to be shared among ranks; found {found}")
+        length = lengths[next(iter(lengths))]
         bounds = [0, length] if packed_seq_params is None else document_bounds(packed_seq_params)
         if bounds[-1] < length:
             bounds.append(length)  # trailing padding, as in `packing.cover_row`
         index = zigzag_index(bounds, ranks)[parallel_state.get_context_parallel_rank()]
-        return {
-            k: v.index_select(1, index.to(v.device))
-            if isinstance(v, torch.Tensor) and v.ndim == 2 and v.shape[1] == length
-            else v
-            for k, v in batch.items()
-        }
+        return {k: v.index_select(1, index.to(v.device)) if k in lengths else v for k, v in batch.items()}
 
 
 def _require_model_parallel() -> None:

@@ -68,7 +68,7 @@ def test_sizes_are_decimal_as_in_transformers() -> None:
     assert [parse_size(s) for s in ("5GB", "1.5MB", "20KB")] == [5 * 10**9, 1_500_000, 20_000]
 
 
-@pytest.mark.parametrize("text", ["5", "GB", "5GiB", "five GB"])
+@pytest.mark.parametrize("text", ["5", "GB", "5GiB", "five GB", "infGB", "nanGB", "1e400GB", "0GB", "-1GB", "0.0001KB"])
 def test_size_without_a_meaning_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="max_shard_size"):
         parse_size(text)

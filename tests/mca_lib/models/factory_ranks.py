@@ -182,7 +182,39 @@ def recompute_changes_nothing(directory: Path, granularity: str) -> float:
     return max((a - b).abs().max().item() for a, b in zip(*gradients, strict=True))
 
 
-def cp_slices(layout: dict[str, Any], directory: Path, lengths: tuple[int, ...] | None, tokens: int) -> Any:
+def described(layout: dict[str, Any], directory: Path) -> tuple[str, str]:
+    """(repr of the models, what calling them says)."""
+    from mca_lib.models import AutoModel
+
+    models = AutoModel.from_pretrained(directory, start(**layout))
+    try:
+        models(token_ids())
+    except TypeError as error:
+        return repr(models), str(error)
+    raise AssertionError("it was called")
+
+
+def errors_of_saving(layout: dict[str, Any], source: Path, folder: Path) -> list[str]:
+    """What this rank gets of saving into `folder / full`, exporting there, and exporting below a file."""
+    from mca_lib.models import AutoModel
+
+    models = AutoModel.from_pretrained(source, start(**layout))
+    errors = []
+    for write, target in (
+        (models.save_pretrained, folder / "full"),
+        (models.save_pretrained_as_hf, folder / "full"),
+        (models.save_pretrained_as_hf, folder / "file" / "below"),
+    ):
+        try:
+            write(target)
+        except Exception as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+def cp_slices(
+    layout: dict[str, Any], directory: Path, lengths: tuple[int, ...] | None, tokens: int, labels: int | None = None
+) -> Any:
     """Token positions that this rank gets, and a value that passes through."""
     import torch
 
@@ -191,6 +223,7 @@ def cp_slices(layout: dict[str, Any], directory: Path, lengths: tuple[int, ...] 
 
     models = AutoModel.from_pretrained(directory, start(**layout))
     batch = {"input_ids": torch.arange(tokens)[None], "note": "kept", "attention_mask": None}
+    batch |= {} if labels is None else {"labels": torch.arange(labels)[None]}
     cut = models.get_batch_on_this_cp_rank(batch, packed_params(lengths) if lengths else None)
     return cut["input_ids"][0].tolist(), cut["note"]
 

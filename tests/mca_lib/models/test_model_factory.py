@@ -1,5 +1,6 @@
 """Making, loading and saving models: the same weights from either format, at any layout."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,42 @@ def test_context_parallel_ranks_share_each_document(ranks: Any, hf: Path) -> Non
 def test_document_that_does_not_divide_over_context_ranks_is_refused(ranks: Any, hf: Path) -> None:
     with pytest.raises(RankError, match="DataError: a sequence of 6 tokens does not divide by 2 x context"):
         ranks(2, factory_ranks.cp_slices, {"context": 2}, hf / "tied", (6, 8), 14)
+
+
+def test_batch_with_sequences_of_two_lengths_is_refused(ranks: Any, hf: Path) -> None:
+    """One of them would pass through whole."""
+    with pytest.raises(RankError, match=r"DataError: .* must have one T .* input_ids 8, labels 16"):
+        ranks(2, factory_ranks.cp_slices, {"context": 2}, hf / "tied", None, 8, 16)
+
+
+def test_models_say_in_one_line_what_they_are(ranks: Any, hf: Path) -> None:
+    (first, second) = ranks(2, factory_ranks.described, {"pipeline": 2, "virtual_pipeline": 2}, hf / "tied")
+    assert re.fullmatch(
+        r"VirtualModels\(qwen2, [\d,]+ parameters on this rank, 2 chunks, pipeline=2 virtual_pipeline=2\)", first[0]
+    )
+    assert first[1] == second[1]
+    assert "models[0](input_ids, position_ids)" in first[1]
+
+
+def test_export_leaves_folders_of_a_like_name_alone(ranks: Any, hf: Path, tmp_path: Path) -> None:
+    (tmp_path / "out-passage" / "model").mkdir(parents=True)
+    (tmp_path / "out-passage" / "model" / "mine").write_text("kept")
+    ranks(2, factory_ranks.export_at, {"tensor": 2}, hf / "tied", tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out-passage"]
+    assert (tmp_path / "out-passage" / "model" / "mine").read_text() == "kept"
+
+
+def test_every_rank_gets_the_error_of_the_first(ranks: Any, hf: Path, tmp_path: Path) -> None:
+    """None waits at a barrier for one that has failed."""
+    (tmp_path / "full" / "model").mkdir(parents=True)
+    (tmp_path / "full" / "model" / "old").write_text("kept")
+    (tmp_path / "file").write_text("kept")
+    errors = ranks(2, factory_ranks.errors_of_saving, {"tensor": 2}, hf / "tied", tmp_path)
+    for save_error, export_error, parent_error in errors:
+        assert re.match(r"CheckpointError: .*full/model: not empty", save_error)
+        assert re.match(r"ConfigError: .*full: exists and is not empty", export_error)
+        assert re.match(r"FileExistsError: .*file", parent_error)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full"]
 
 
 def test_model_needs_process_groups(ranks: Any, hf: Path) -> None:
