@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import torch.distributed as dist
-
+from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.digest import json_digest, weights_digest
 from mca_lib.checkpoint.sealed import file_digest
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
@@ -11,13 +10,15 @@ from mca_lib.models.config import is_mca_checkpoint
 
 
 def base_digest(directory: str | Path) -> str:
-    """Of an MCA checkpoint's tensors, or of a Hugging Face directory's safetensors files; rank 0 reads them once."""
-    directory, box = Path(directory), [""]
-    if dist.get_rank() == 0:
+    """Of an MCA checkpoint's tensors, or of a Hugging Face directory's safetensors files; rank 0 reads them once.
+
+    Raises CheckpointError, on every rank, when a checkpoint is damaged.
+    """
+    directory = Path(directory)
+
+    def compute() -> str:
         if is_mca_checkpoint(directory):
-            box = [weights_digest(directory / WEIGHTS_FOLDER)]
-        else:
-            files = sorted(directory.glob("*.safetensors"))
-            box = [json_digest([[path.name, file_digest(path)] for path in files])]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
+            return weights_digest(directory / WEIGHTS_FOLDER)
+        return json_digest([[path.name, file_digest(path)] for path in sorted(directory.glob("*.safetensors"))])
+
+    return from_rank_0(compute)

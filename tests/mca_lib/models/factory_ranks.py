@@ -194,6 +194,18 @@ def described(layout: dict[str, Any], directory: Path) -> tuple[str, str]:
     raise AssertionError("it was called")
 
 
+def error_of_base_digest(checkpoint: Path) -> str:
+    """What this rank gets of the digest of a damaged checkpoint."""
+    from mca_lib.checkpoint.base import base_digest
+    from mca_lib.errors import CheckpointError
+
+    start()
+    try:
+        return base_digest(checkpoint)
+    except CheckpointError as error:
+        return str(error)
+
+
 def errors_of_saving(layout: dict[str, Any], source: Path, folder: Path) -> list[str]:
     """What this rank gets of saving into `folder / full`, exporting there, and exporting below a file."""
     from mca_lib.models import AutoModel

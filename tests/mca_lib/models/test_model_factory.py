@@ -181,6 +181,14 @@ def test_every_rank_gets_the_error_of_the_first(ranks: Any, hf: Path, tmp_path: 
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "full"]
 
 
+def test_every_rank_is_told_that_the_base_of_adapters_is_damaged(ranks: Any, hf: Path, tmp_path: Path) -> None:
+    ranks(1, "mca_lib.converter.stream:convert_hf", hf / "tied", tmp_path / "mca")
+    record = tmp_path / "mca" / "model" / "digest.json"
+    record.write_text(record.read_text().replace("bfloat16", "float16", 1))
+    errors = ranks(2, factory_ranks.error_of_base_digest, tmp_path / "mca")
+    assert errors == [f"{record}: is damaged; convert the model again"] * 2
+
+
 def test_model_needs_process_groups(ranks: Any, hf: Path) -> None:
     with pytest.raises(RankError, match="initialize_model_parallel"):
         ranks(1, factory_ranks.load_without_process_groups, hf / "tied")
