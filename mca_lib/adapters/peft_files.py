@@ -49,21 +49,22 @@ def save_adapter(models: "VirtualModels", directory: Path) -> None:
     """
     from megatron.core import dist_checkpointing
 
+    from mca_lib.checkpoint.collective import from_rank_0, new_passage
     from mca_lib.checkpoint.model import translated_failures
 
-    passage = directory.with_name(f"{directory.name}-passage")
-    if dist.get_rank() == 0:
-        passage.mkdir(parents=True)
-    dist.barrier()
-    state = {str(i): model.adapters.sharded_state_dict() for i, model in enumerate(models)}
-    with translated_failures(passage, "written"):
-        dist_checkpointing.save(state, str(passage))
-    dist.barrier()
-    if dist.get_rank() == 0:
+    def write() -> None:
         reader = CheckpointReader(passage)
         write_adapter(models, {tensor.name: reader.read(tensor.name) for tensor in reader}, directory)
-        shutil.rmtree(passage)
-    dist.barrier()
+
+    passage = Path(from_rank_0(lambda: new_passage(directory)))
+    try:
+        state = {str(i): model.adapters.sharded_state_dict() for i, model in enumerate(models)}
+        with translated_failures(passage, "written"):
+            dist_checkpointing.save(state, str(passage))
+        from_rank_0(write)
+    finally:
+        if dist.get_rank() == 0:
+            shutil.rmtree(passage, ignore_errors=True)
 
 
 def write_adapter(models: "VirtualModels", tensors: Mapping[str, torch.Tensor], directory: Path) -> None:

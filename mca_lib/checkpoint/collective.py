@@ -1,6 +1,8 @@
 """What one rank does for all: its result, or its error, reaches every rank, so that none waits for one that failed."""
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,3 +28,9 @@ def from_rank_0[T](compute: Callable[[], T]) -> T:
     if box[1] is not None:
         raise box[1]
     return box[0]
+
+
+def new_passage(directory: Path) -> str:
+    """A new folder beside `directory`, for what ranks write on the way to it; of a name that no one else has."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    return tempfile.mkdtemp(prefix=f"{directory.name}-passage-", dir=directory.parent)

@@ -5,7 +5,6 @@ operations that concern all of them: state dicts, saving, exporting.
 """
 
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
@@ -17,7 +16,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mca_lib.checkpoint.collective import from_rank_0
+from mca_lib.checkpoint.collective import from_rank_0, new_passage
 from mca_lib.checkpoint.model import load_model, save_model
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
@@ -172,12 +171,7 @@ class VirtualModels:
         if self.lora_config is not None:
             raise ConfigError(f"{directory}: it has adapters, which save_pretrained writes and export_hf merges")
         directory = Path(directory)
-
-        def make() -> str:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            return tempfile.mkdtemp(prefix=f"{directory.name}-passage-", dir=directory.parent)
-
-        passage = Path(from_rank_0(make))
+        passage = Path(from_rank_0(lambda: new_passage(directory)))
         try:
             self.save_pretrained(passage)
             from_rank_0(lambda: export_hf(passage, directory, dtype=dtype, max_shard_size=max_shard_size))

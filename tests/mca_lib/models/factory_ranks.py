@@ -53,6 +53,17 @@ def export_at(layout: dict[str, Any], source: Path, target: Path, **options: Any
     AutoModel.from_pretrained(source, args).save_pretrained_as_hf(target, **options)
 
 
+def save_adapters_at(layout: dict[str, Any], source: Path, target: Path) -> None:
+    from peft import LoraConfig
+
+    from mca_lib.adapters import apply_megatron_lora
+    from mca_lib.models import AutoModel
+
+    models = AutoModel.from_pretrained(source, start(**layout))
+    apply_megatron_lora(models, LoraConfig(r=2, target_modules=["all-linear"], task_type="CAUSAL_LM"), 0)
+    models.save_pretrained(target)
+
+
 def parameters_at(layout: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Names → values of this rank, fp32 arrays (a tensor that Megatron pickles needs Megatron to be unpickled)."""
     from mca_lib.models import AutoModel

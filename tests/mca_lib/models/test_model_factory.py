@@ -160,10 +160,11 @@ def test_models_say_in_one_line_what_they_are(ranks: Any, hf: Path) -> None:
     assert "models[0](input_ids, position_ids)" in first[1]
 
 
-def test_export_leaves_folders_of_a_like_name_alone(ranks: Any, hf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("write", [factory_ranks.export_at, factory_ranks.save_adapters_at])
+def test_folders_of_a_like_name_are_left_alone(ranks: Any, hf: Path, tmp_path: Path, write: Any) -> None:
     (tmp_path / "out-passage" / "model").mkdir(parents=True)
     (tmp_path / "out-passage" / "model" / "mine").write_text("kept")
-    ranks(2, factory_ranks.export_at, {"tensor": 2}, hf / "tied", tmp_path / "out")
+    ranks(2, write, {"tensor": 2}, hf / "tied", tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "out-passage"]
     assert (tmp_path / "out-passage" / "model" / "mine").read_text() == "kept"
 
