@@ -19,7 +19,7 @@ from tests.mca_lib.tiny_models import save_hf
 from tests.mca_lib.trainers.training import history, kill_in_step, make_store
 from tests.ranks import RankError
 
-OPTIONS = {"max_steps": 8, "save_steps": 2, "save_total_limit": 2}
+OPTIONS = {"max_steps": 6, "save_steps": 2, "save_total_limit": 2}
 DROPOUT = {"lora_dropout": 0.2}
 
 
@@ -51,7 +51,7 @@ def test_killed_and_resumed_is_the_same_bytes(ranks, folder, variant, options):
     whole, broken = f"{stem} whole", f"{stem} broken"
     uninterrupted = ranks(2, train_lora, *places, whole, options, DROPOUT)
     with pytest.raises(RankError, match="exit -9"):
-        ranks(2, train_until, *places, broken, options, DROPOUT, 6)
+        ranks(2, train_until, *places, broken, options, DROPOUT, 5)
     resumed = ranks(2, train_lora, *places, broken, options, DROPOUT)
     assert (history(resumed) == history(uninterrupted)).all()
     assert filecmp.cmp(f"{whole}/final/{WEIGHTS_NAME}", f"{broken}/final/{WEIGHTS_NAME}", shallow=False)
@@ -59,10 +59,10 @@ def test_killed_and_resumed_is_the_same_bytes(ranks, folder, variant, options):
 
 @pytest.fixture(scope="module")
 def killed(ranks, folder):
-    """Output of a training on two tensor parallel ranks, killed in step 6."""
+    """Output of a training on two tensor parallel ranks, killed in step 5."""
     out, options = folder / "killed", {**OPTIONS, "tensor_model_parallel_size": 2}
     with pytest.raises(RankError, match="exit -9"):
-        ranks(2, train_until, f"{folder}/llama", f"{folder}/store", str(out), options, {}, 6)
+        ranks(2, train_until, f"{folder}/llama", f"{folder}/store", str(out), options, {}, 5)
     return out
 
 
