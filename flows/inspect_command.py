@@ -120,8 +120,8 @@ def _read(model: Path) -> tuple[McaModelConfig, str]:
         return config, "an MCA checkpoint"
     try:
         files = weight_files(model)
-    except ModelError:
-        return config, "none here" if not any(model.glob("*.safetensors*")) else "incomplete"
+    except ModelError as error:
+        return config, f"cannot be used: {error}" if any(model.glob("*.safetensors*")) else "none here"
     stored = check_weights(config, model)
     without = (
         ""

@@ -172,6 +172,13 @@ def test_inspect_looks_at_the_headers_of_the_weights(model: Path, tmp_path: Path
     assert "model.safetensors" in run.stderr
 
 
+def test_inspect_says_why_weights_cannot_be_used(model: Path, tmp_path: Path) -> None:
+    (model / "adapter_config.json").write_text("{}")
+    inspected = mcaflow(tmp_path, "inspect", model)
+    assert inspected.returncode == 0, inspected.stderr
+    assert "adapter_config.json" in inspected.stdout
+
+
 def test_verify_model_writes_a_card_and_its_exit_code_is_the_verdict(model: Path, tmp_path: Path) -> None:
     arguments = ["verify-model", model, "--layouts", "TP2", "--generate", "--output", "cards/model.md"]
     run = mcaflow(tmp_path, *arguments)
