@@ -24,7 +24,7 @@ demo: setup
 	@$(BIN)/mcaflow run deployments/recipes/demo.yaml
 
 test: setup
-	$(BIN)/python -m pytest
+	@sh scripts/test.sh $(BIN)/python
 
 cards: setup
 	@PYTHONWARNINGS=ignore $(BIN)/python -m mca_lib.verification docs/models
