@@ -79,16 +79,12 @@ def gradients(ranks, folder):
 @pytest.mark.parametrize(
     ("variant", "layout"),
     [
-        ("llama", "TP2"),
         ("llama", "PP2 VPP2"),
         ("llama", "TP4 SP, more ranks than key heads"),
         ("qwen3", "CP2"),
-        ("qwen3", "full recomputation"),
         ("qwen3-moe", "EP2"),
-        ("qwen3-moe", "ETP2"),
         ("qwen3-moe", "TP2 SP ETP1"),
         ("deepseek-mtp", "TP2 SP"),
-        ("deepseek-mtp", "PP2"),
     ],
 )
 def test_gradients_equal_plain_torch_and_the_file_is_the_same_bytes(ranks, folder, gradients, variant, layout):
@@ -131,7 +127,7 @@ def test_training_equals_pefts(ranks, folder, alone, variant):
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    [("llama", "TP2 SP"), ("llama", "PP2 VPP2"), ("qwen3-moe", "EP2"), ("qwen3-moe", "TP2 SP ETP1")],
+    [("llama", "PP2 VPP2"), ("qwen3-moe", "TP2 SP ETP1")],
 )
 def test_every_layout_trains_the_same_adapter(ranks, folder, alone, variant, layout):
     world_size, options = LAYOUTS[layout]

@@ -68,7 +68,7 @@ def plain_tied(ranks, folder) -> np.ndarray:
     return np.array(ranks(1, plain_training, f"{folder}/tied", f"{folder}/store", STEPS)[0])
 
 
-@pytest.mark.parametrize("layout", ["one rank", "TP2", "PP2", "PP2 in two chunks", "TP2 PP2"])
+@pytest.mark.parametrize("layout", ["TP2", "PP2 in two chunks"])
 def test_the_same_with_tied_embeddings_and_a_padded_vocabulary(ranks, folder, plain_tied, layout):
     world_size, options = LAYOUTS[layout]
     options = {"max_steps": STEPS, **options}
@@ -76,7 +76,7 @@ def test_the_same_with_tied_embeddings_and_a_padded_vocabulary(ranks, folder, pl
     np.testing.assert_allclose(history(values), plain_tied, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("layout", ["one rank", "DP2", "PP2", "CP2", "micro batch of 2"])
+@pytest.mark.parametrize("layout", ["DP2", "CP2"])
 def test_rows_without_loss_weigh_nothing(ranks, folder, layout):
     """Ranks and micro batches whose rows are all masked must not pull the mean down."""
     make_store(folder / "masked", rows=18, masked=(1, 4, 5, 7, 10, 12, 13))
