@@ -32,7 +32,8 @@ def models(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 )
 def test_model_equals_transformers(ranks: Any, models: Path, layout: str, packed: bool) -> None:
     world_size, sizes = EXPERT_LAYOUTS[layout]
-    variants = WITH_EXPERTS if world_size == 2 else ON_FOUR_RANKS
+    # A pipeline only puts the same layers elsewhere.
+    variants = WITH_EXPERTS if world_size == 2 and "pipeline" not in sizes else ON_FOUR_RANKS
     reports = ranks(world_size, parity_ranks.compare, models, variants, sizes, packed)
     for variant in variants:
         errors = [report[variant] for report in reports]
