@@ -53,7 +53,7 @@ def compare(found: np.ndarray, plain: np.ndarray) -> None:
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-6, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("PP2", "CP2")])
 def test_curves_equal_plain_torch_and_begin_at_ln_2(ranks, folder, plain, layout):
     world_size, options = LAYOUTS[layout]
     options = {"max_steps": STEPS, **options}
