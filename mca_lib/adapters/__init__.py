@@ -1,6 +1,6 @@
 """LoRA on Megatron-Core's parallel linear layers. The names load on first use: importing this is light."""
 
-import importlib
+from mca_lib.lazy import loader
 
 _HOME = {
     "apply_megatron_lora": "mca_lib.adapters.adapters",
@@ -10,9 +10,4 @@ _HOME = {
     "target_names": "mca_lib.adapters.targets",
 }
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = loader(__name__, _HOME)

@@ -1,6 +1,6 @@
 """Model configs, families and the Megatron-Core model factory. The names load on first use: importing this is light."""
 
-import importlib
+from mca_lib.lazy import loader
 
 _HOME = {
     "AutoConfig": "mca_lib.models.auto",
@@ -11,9 +11,4 @@ _HOME = {
     "VirtualModels": "mca_lib.models.model_factory",
 }
 __all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+__getattr__ = loader(__name__, _HOME)
