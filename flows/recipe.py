@@ -19,7 +19,7 @@ from tasks.download import ModelConfig
 from tasks.evaluate import EvalConfig
 from tasks.export import ExportConfig
 from tasks.section import Execution, Section
-from tasks.train import (
+from tasks.training_config import (
     DpoConfig,
     LauncherConfig,
     LoraConfig,

@@ -11,18 +11,14 @@ output      an MCA checkpoint; with LoRA the adapter alone, as a PEFT directory
 import json
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-from pydantic import Field, NonNegativeInt, PositiveInt
+from typing import Any, ClassVar
 
 from mca_lib import errors
 from mca_lib.adapters.targets import target_names
 from mca_lib.errors import ConfigError, UserError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.layout import model_ranks, rank_problems, size_problems
 from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
 from tasks.canonical import JSON
@@ -30,133 +26,21 @@ from tasks.contract import Input, Produced, Stage, StageContext
 from tasks.errors import StageFailed
 from tasks.links import link_tree
 from tasks.process import CommandFailed, redact
-from tasks.section import Execution, Section
 from tasks.store import Artifact
+from tasks.training_config import (
+    DpoConfig,
+    LauncherConfig,
+    LoraConfig,
+    ParallelConfig,
+    TrainingConfig,
+    preference_problems,
+    training_problems,
+)
 
 RESULT_NAME = "train_result.json"
 # fp32 weights and two Adam moments for each weight of 2 bytes, and the weights themselves.
 CHECKPOINT_PER_WEIGHT_BYTE = 7
 TRACEBACK_LINES = 25
-
-
-class TrainingConfig(Section):
-    """What is trained, and how. Fields of transformers' TrainingArguments keep their names."""
-
-    stage: Literal["pt", "sft", "dpo"] = "sft"
-    """Pretraining, supervised fine-tuning, or preference optimization."""
-    use_mca: bool = True
-    """Megatron-Core; false falls back to LLaMA-Factory's trainers."""
-    finetuning_type: Literal["full", "lora"] = "full"
-    """All weights, or adapters beside frozen weights (section `lora`)."""
-    global_batch_size: PositiveInt = 8
-    """Sequences per optimizer step, over all ranks."""
-    micro_batch_size: Execution[PositiveInt] = 1
-    """Sequences per forward pass of one data-parallel rank."""
-    num_train_epochs: float = Field(default=1.0, gt=0, le=1e6)
-    """Passes over the training split, where `max_steps` is -1."""
-    max_steps: int = Field(default=-1, ge=-1, le=10**9)
-    """Optimizer steps; -1 derives them from `num_train_epochs`."""
-    learning_rate: float = Field(default=1e-5, gt=0, le=1.0)
-    """After the warm-up."""
-    min_learning_rate: float = Field(default=0.0, ge=0)
-    """What a linear or cosine schedule ends at."""
-    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "cosine"
-    """Course of the learning rate after the warm-up."""
-    warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
-    """Share of the steps over which the learning rate rises from 0."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's, decoupled from the gradient."""
-    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of Adam's mean of the gradient."""
-    adam_beta2: float = Field(default=0.999, ge=0, lt=1)
-    """Decay of Adam's mean of the squared gradient."""
-    adam_epsilon: float = Field(default=1e-8, gt=0)
-    """Added to the denominator of Adam's update."""
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    """Gradient clipping threshold; 0 turns clipping off."""
-    precision: Literal["bf16", "fp32"] = "bf16"
-    """bf16 keeps fp32 master weights and reduces gradients in fp32."""
-    seed: int = Field(default=42, ge=0, lt=2**31)
-    """Seed of the order of the data and of dropout."""
-    use_distributed_optimizer: Execution[bool] = True
-    """Data-parallel replicas share the optimizer state."""
-    recompute_granularity: Execution[Literal["none", "selective", "full"]] = "none"
-    """Activations to compute twice instead of keeping: none, those of core attention, or all of each layer."""
-    logging_steps: Execution[PositiveInt] = 1
-    """Steps between two lines of the log."""
-    save_steps: Execution[NonNegativeInt] = 100
-    """A checkpoint to resume from every this many steps; 0 for none but on SIGTERM."""
-    save_total_limit: Execution[PositiveInt] = 2
-    """Checkpoints to resume from that are kept, the newest ones."""
-
-
-class ParallelConfig(Section):
-    """The parallel layout, all of it execution: it decides speed and memory; the result changes by rounding alone."""
-
-    tensor: Execution[PositiveInt] = 1
-    """Ranks that share each weight matrix."""
-    pipeline: Execution[PositiveInt] = 1
-    """Ranks that share the stack of layers."""
-    virtual_pipeline: Execution[PositiveInt | None] = None
-    """Model chunks per pipeline rank (interleaved schedule)."""
-    context: Execution[PositiveInt] = 1
-    """Ranks that share each sequence."""
-    expert: Execution[PositiveInt] = 1
-    """Ranks that share the experts of a layer."""
-    expert_tensor: Execution[PositiveInt | None] = None
-    """Ranks that share each expert; by default as many as share the other weights."""
-    sequence_parallel: Execution[bool] = False
-    """Split the activations between tensor parallel regions too; models with experts need it to train with `tensor`."""
-    first_stage_layers: Execution[PositiveInt | None] = None
-    """Layers of the first pipeline rank, where it is not to have an equal share."""
-    last_stage_layers: Execution[PositiveInt | None] = None
-    """Layers of the last pipeline rank, where it is not to have an equal share."""
-    pipeline_layout: Execution[str | None] = None
-    """What each pipeline stage holds, in Megatron's notation: `Et*3|t*4L`."""
-
-
-class LauncherConfig(Section):
-    """How the ranks are started; execution throughout."""
-
-    nproc_per_node: Execution[int] = Field(default=1, ge=1, le=1024)
-    """Ranks on this machine; data parallelism is what TP × PP × CP leaves of them."""
-    omp_num_threads: Execution[PositiveInt] = 1
-    """CPU threads of each rank."""
-    max_restarts: Execution[NonNegativeInt] = 0
-    """How often torchrun starts all ranks again after a failure."""
-
-
-class LoraConfig(Section):
-    """LoRA, used when `training.finetuning_type` is `lora`; fields as those of PEFT."""
-
-    r: PositiveInt = 8
-    """Rank of the adapters."""
-    alpha: PositiveInt = 16
-    """Adapters are scaled by alpha / r."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the adapters' inputs that is dropped in training."""
-    use_rslora: bool = False
-    """Scale by alpha / √r in place of alpha / r."""
-    target_modules: list[str] = Field(default_factory=lambda: ["all-linear"], min_length=1)
-    """Ends of the names of Hugging Face modules, as `q_proj`; `all-linear` is every linear layer but the output layer
-    and the gates."""
-
-
-class DpoConfig(Section):
-    """Preference optimization, used when `training.stage` is `dpo`."""
-
-    pref_loss: Literal["sigmoid", "hinge", "ipo", "orpo", "simpo"] = "sigmoid"
-    """sigmoid, hinge and ipo compare with the model as it was before training; orpo and simpo do without."""
-    pref_beta: float = Field(default=0.1, gt=0)
-    """How much a difference in log-probability counts; of ipo the smaller, the further apart; of orpo the weight."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """Probability that chosen and rejected are the wrong way round; sigmoid only."""
-    simpo_gamma: float = Field(default=0.5, ge=0)
-    """By how much the rewards of chosen and rejected are to differ; simpo only."""
-    pref_ftx: float = Field(default=0.0, ge=0)
-    """Weight of an added supervised loss: minus the mean log-probability of the chosen answer's tokens."""
-    use_ref_model: Execution[bool | None] = None
-    """May say what `pref_loss` implies, nothing else; so it is part of no key."""
 
 
 @dataclass(frozen=True)
@@ -284,7 +168,26 @@ class TrainStage(Stage):
             "adam_beta2": training.adam_beta2,
             "adam_epsilon": training.adam_epsilon,
             "max_grad_norm": training.max_grad_norm,
+            "decay_ratio": training.decay_ratio,
+            "decay_style": training.decay_style,
             "bf16": training.precision == "bf16",
+            "fp16": training.precision == "fp16",
+            "fp8": training.fp8,
+            "moe_aux_loss_coeff": training.moe_aux_loss_coeff,
+            "moe_z_loss_coeff": training.moe_z_loss_coeff,
+            "moe_router_bias_update_rate": training.moe_router_bias_update_rate,
+            "mtp_loss_weight": training.mtp_loss_weight,
+            "freeze": training.freeze,
+            "overlap_grad_reduce": training.overlap_grad_reduce,
+            "overlap_param_gather": training.overlap_param_gather,
+            "optimizer_offload_fraction": training.optimizer_offload_fraction,
+            "report_to": training.report_to,
+            "eval_strategy": "steps" if training.eval_steps else "no",
+            "eval_steps": training.eval_steps or None,
+            "load_best_model_at_end": training.load_best_model_at_end,
+            "preflight": training.preflight,
+            "save_keep_every": training.save_keep_every,
+            "async_save": training.async_save,
             "seed": training.seed,
             "use_distributed_optimizer": training.use_distributed_optimizer,
             "recompute_granularity": training.recompute_granularity,
@@ -293,37 +196,6 @@ class TrainStage(Stage):
             "save_steps": training.save_steps or 1,
             "save_total_limit": training.save_total_limit,
         }
-
-
-def training_problems(training: TrainingConfig, parallel: ParallelConfig, launcher: LauncherConfig) -> Iterator[str]:
-    """What these sections ask for and this release cannot do, and numbers that do not divide: `field: reason`."""
-    if not training.use_mca:
-        yield "training.use_mca: the LLaMA-Factory backend is not available in this release; use true"
-    ranks, problems = launcher.nproc_per_node, [*size_problems(parallel)]
-    problems = problems or [f"launcher.nproc_per_node: {problem}" for problem in rank_problems(parallel, ranks)]
-    if problems:
-        yield from problems
-        return
-    replicas = ranks // model_ranks(parallel)
-    rows = training.micro_batch_size * replicas
-    if training.global_batch_size % rows:
-        yield (
-            f"training.global_batch_size: {training.global_batch_size} is not a multiple of training.micro_batch_size "
-            f"× data parallel size = {training.micro_batch_size} × {replicas} = {rows}"
-        )
-
-
-def preference_problems(training: TrainingConfig, dpo: DpoConfig) -> Iterator[str]:
-    """Fields of the section `dpo` that do not go together: `field: reason`."""
-    if training.stage != "dpo":
-        return
-    has_reference = dpo.pref_loss not in ("orpo", "simpo")
-    if dpo.use_ref_model not in (None, has_reference):
-        has = "needs a" if has_reference else "has no"
-        yield f"dpo.use_ref_model: dpo.pref_loss {dpo.pref_loss} {has} reference model; leave it out"
-    for name, loss in (("label_smoothing", "sigmoid"), ("simpo_gamma", "simpo")):
-        if dpo.pref_loss != loss and getattr(dpo, name) != DpoConfig.model_fields[name].default:
-            yield f"dpo.{name}: has no effect with dpo.pref_loss {dpo.pref_loss}; leave it out, or use {loss}"
 
 
 def _as_exception(failure: dict[str, Any], log_path: Path) -> Exception:

@@ -189,7 +189,7 @@ class Engine:
             min_lr=min(args.min_learning_rate, args.learning_rate),
             lr_warmup_steps=min(args.get_warmup_steps(total_steps), total_steps - 1),
             lr_decay_steps=total_steps,
-            lr_decay_style=args.decay_style,
+            lr_decay_style=args.megatron_schedule,
             start_wd=args.weight_decay,
             end_wd=args.weight_decay,
             wd_incr_steps=total_steps,

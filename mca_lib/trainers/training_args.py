@@ -53,7 +53,38 @@ class MegatronArguments(DistributingParallelArguments):
         default="none",
         metadata={"help": "Activations to recompute instead of keeping.", "choices": ["none", "selective", "full"]},
     )
-    min_learning_rate: float = field(default=0.0, metadata={"help": "Where linear and cosine schedules end."})
+    overlap_grad_reduce: bool = field(
+        default=False, metadata={"help": "Reduce gradients between replicas during the backward pass."}
+    )
+    overlap_param_gather: bool = field(
+        default=False, metadata={"help": "Gather updated weights during the next forward pass."}
+    )
+    optimizer_offload_fraction: float = field(
+        default=0.0, metadata={"help": "Share of the optimizer's state that is kept and updated in CPU memory."}
+    )
+    fp8: str | None = field(default=None, metadata={"help": "hybrid or e4m3: FP8 products, with Transformer Engine."})
+    min_learning_rate: float = field(default=0.0, metadata={"help": "Where all but constant schedules end."})
+    decay_ratio: float = field(default=0.1, metadata={"help": "Share of the steps in which warmup_stable_decay falls."})
+    decay_style: str = field(
+        default="linear",
+        metadata={"help": "How warmup_stable_decay falls.", "choices": ["linear", "cosine", "minus_sqrt"]},
+    )
+    moe_aux_loss_coeff: float = field(default=0.0, metadata={"help": "Weight of the loss that balances the experts."})
+    moe_z_loss_coeff: float = field(default=0.0, metadata={"help": "Weight of the router's z-loss."})
+    moe_router_bias_update_rate: float = field(
+        default=0.0, metadata={"help": "Step of the biases that balance the experts, where the router has them."}
+    )
+    mtp_loss_weight: float = field(default=0.1, metadata={"help": "Weight of the loss of multi-token prediction."})
+    freeze: list[str] = field(
+        default_factory=list, metadata={"help": "Ends of names of Hugging Face modules that are not trained."}
+    )
+    preflight: bool = field(
+        default=False, metadata={"help": "Try one step and one checkpoint, and forget them, before training."}
+    )
+    save_keep_every: int = field(
+        default=0, metadata={"help": "Keep checkpoints of multiples of this many steps, beside the newest."}
+    )
+    async_save: bool = field(default=False, metadata={"help": "Write checkpoints while training goes on."})
     final_dir: str | None = field(
         default=None, metadata={"help": "Gets the trained MCA checkpoint; default: <output_dir>/final."}
     )
@@ -87,7 +118,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             raise ConfigError(f"max_steps={self.max_steps}: use a positive number, or -1 for num_train_epochs")
 
     @property
-    def decay_style(self) -> str:
+    def megatron_schedule(self) -> str:
         """Name of the schedule for Megatron's scheduler."""
         return SCHEDULES[self.lr_scheduler_type.value]
 

@@ -21,7 +21,8 @@ from tasks.links import link
 from tasks.process import TAG
 from tasks.stage import Hit, Miss, ensure, probe
 from tasks.store import ArtifactStore
-from tasks.train import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig, TrainStage
+from tasks.train import TrainStage
+from tasks.training_config import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig
 from tests.mca_lib.trainers.preference_training import make_pair_store
 from tests.mca_lib.trainers.training import VOCAB, make_model, make_store
 
