@@ -108,6 +108,10 @@ class Engine:
             dist.broadcast(values, src=last, group=parallel_state.get_pipeline_model_parallel_group())
         return values
 
+    def expert_measures(self) -> dict[str, float]:
+        """How evenly the experts were loaded since the last call, the same on every rank; empty without experts."""
+        return {}
+
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
