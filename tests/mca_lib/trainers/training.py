@@ -50,17 +50,31 @@ def make_model(directory: Path, attention_dropout: float = 0.0, tied: bool = Fal
     return directory
 
 
-def make_store(directory: Path, rows: int, *, split: str = "train", seed: int = 0, masked: Sequence[int] = ()) -> Path:
-    """`rows` packs of one to three documents of random tokens; the rows in `masked` have no loss at all."""
+def make_store(
+    directory: Path,
+    rows: int,
+    *,
+    split: str = "train",
+    seed: int = 0,
+    masked: Sequence[int] = (),
+    packed: bool = True,
+    loss: float = 0.7,
+) -> Path:
+    """`rows` packs of one to three documents of random tokens, or single documents.
+
+    Args:
+        masked: rows without any loss.
+        loss: share of the other rows' tokens that have loss.
+    """
     random = np.random.default_rng(seed)
     with TokenStoreWriter(directory / split) as writer:
         for row in range(rows):
             documents = []
-            for _ in range(random.integers(1, 4)):
+            for _ in range(random.integers(1, 4) if packed else 1):
                 length = int(random.integers(5, 20))
                 # Few distinct tokens, so that there is something to learn.
                 tokens = random.integers(0, 12, length)
-                mask = random.random(length) < (0.0 if row in masked else 0.7)
+                mask = random.random(length) < (0.0 if row in masked else loss)
                 documents.append((tokens, mask))
             writer.add_row(documents)
     return directory
