@@ -210,6 +210,7 @@ def training_problems(training: TrainingConfig, parallel: ParallelConfig, launch
     """What these sections ask for and this release cannot do, and numbers that do not divide: `field: reason`."""
     if not training.use_mca:
         yield "training.use_mca: the LLaMA-Factory backend is not available in this release; use true"
+    yield from option_problems(training)
     ranks, problems = launcher.ranks, [*size_problems(parallel)]
     problems = problems or [f"launcher.nproc_per_node: {problem}" for problem in rank_problems(parallel, ranks)]
     if problems:
@@ -221,6 +222,15 @@ def training_problems(training: TrainingConfig, parallel: ParallelConfig, launch
         yield (
             f"training.global_batch_size: {training.global_batch_size} is not a multiple of training.micro_batch_size "
             f"× data parallel size = {training.micro_batch_size} × {replicas} = {rows}"
+        )
+
+
+def option_problems(training: TrainingConfig) -> Iterator[str]:
+    """Fields of the section `training` that do not go together: `field: reason`."""
+    if training.lr_scheduler_type == "warmup_stable_decay" and training.warmup_ratio + training.decay_ratio > 1:
+        yield (
+            f"training.decay_ratio: {training.decay_ratio} and training.warmup_ratio {training.warmup_ratio} are more "
+            "than all steps; lower one of them"
         )
 
 

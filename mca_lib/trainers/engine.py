@@ -12,9 +12,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-from megatron.core.optimizer.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
@@ -22,6 +19,7 @@ from mca_lib.parallel import pipeline_communication
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import MicroBatch
 from mca_lib.trainers.loss import Objective, SummedLoss, TokenObjective
+from mca_lib.trainers.optimizer import make_optimizer, make_scheduler
 from mca_lib.trainers.training_args import TrainingArguments
 
 
@@ -71,8 +69,8 @@ class Engine:
         for name, value in pipeline_communication(args).items():
             setattr(config, name, value)
         self.chunks = [self._wrap(chunk) for chunk in self.bare_chunks]
-        self.optimizer = self._optimizer()
-        self.scheduler = self._scheduler(total_steps)
+        self.optimizer = make_optimizer(args, self.chunks)
+        self.scheduler = make_scheduler(args, self.optimizer, total_steps)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
         self._run = get_forward_backward_func()
@@ -164,41 +162,6 @@ class Engine:
         )
         inner = Float16Module(config, chunk.bfloat16()) if self.args.bf16 else chunk
         return DistributedDataParallel(config, ddp_config, inner)
-
-    def _optimizer(self) -> MegatronOptimizer:
-        args = self.args
-        config = OptimizerConfig(
-            optimizer="adam",
-            lr=args.learning_rate,
-            min_lr=args.min_learning_rate,
-            weight_decay=args.weight_decay,
-            adam_beta1=args.adam_beta1,
-            adam_beta2=args.adam_beta2,
-            adam_eps=args.adam_epsilon,
-            # Megatron computes the norm only when it clips; an infinite threshold measures without clipping.
-            clip_grad=args.max_grad_norm or math.inf,
-            bf16=args.bf16,
-            params_dtype=args.params_dtype,
-            use_distributed_optimizer=args.use_distributed_optimizer,
-        )
-        return get_megatron_optimizer(config, self.chunks)
-
-    def _scheduler(self, total_steps: int) -> OptimizerParamScheduler:
-        """Step t trains with the rate of transformers' schedule at t: 0 at the start of a warm-up."""
-        args = self.args
-        return OptimizerParamScheduler(
-            self.optimizer,
-            init_lr=0.0,
-            max_lr=args.learning_rate,
-            min_lr=min(args.min_learning_rate, args.learning_rate),
-            lr_warmup_steps=min(args.get_warmup_steps(total_steps), total_steps - 1),
-            lr_decay_steps=total_steps,
-            lr_decay_style=args.megatron_schedule,
-            start_wd=args.weight_decay,
-            end_wd=args.weight_decay,
-            wd_incr_steps=total_steps,
-            wd_incr_style="constant",
-        )
 
 
 def _forward_step(

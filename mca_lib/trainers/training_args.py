@@ -34,7 +34,13 @@ HARMLESS = frozenset({
 
 OFF = (None, False, "no", "")
 
-SCHEDULES = {"constant": "constant", "constant_with_warmup": "constant", "linear": "linear", "cosine": "cosine"}
+SCHEDULES = {
+    "constant": "constant",
+    "constant_with_warmup": "constant",
+    "linear": "linear",
+    "cosine": "cosine",
+    "warmup_stable_decay": "WSD",
+}
 """transformers' name → decay style of Megatron's scheduler."""
 
 
@@ -110,6 +116,10 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             raise ConfigError(" ".join(str(error).split())) from None
         if self.lr_scheduler_type.value not in SCHEDULES:
             raise ConfigError(f"lr_scheduler_type={self.lr_scheduler_type.value!r}: use one of {sorted(SCHEDULES)}")
+        if self.decay_style not in ("linear", "cosine", "minus_sqrt"):
+            raise ConfigError(f"decay_style={self.decay_style!r}: use linear, cosine or minus_sqrt")
+        if not 0 < self.decay_ratio <= 1:
+            raise ConfigError(f"decay_ratio={self.decay_ratio}: use a share of the steps above 0, at most 1")
         if self.recompute_granularity not in ("none", "selective", "full"):
             raise ConfigError(f"recompute_granularity={self.recompute_granularity!r}: use none, selective or full")
         if self.save_strategy is SaveStrategy.BEST:

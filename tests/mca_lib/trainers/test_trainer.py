@@ -94,6 +94,53 @@ def test_learning_rates_are_those_of_transformers(ranks, folder, name):
     assert rates == pytest.approx(ranks(1, scheduled, name, 6)[0], rel=1e-6)
 
 
+def warmup_stable_decay(options: dict[str, Any], steps: int) -> tuple[list[float], list[float]]:
+    """Learning rates of the engine's schedule, and of transformers'."""
+    import types
+
+    import torch
+    from transformers import get_wsd_schedule
+
+    from mca_lib.trainers import Seq2SeqTrainingArguments
+    from mca_lib.trainers.optimizer import make_scheduler
+
+    settings = {"learning_rate": 3e-4, "lr_scheduler_type": "warmup_stable_decay", "warmup_steps": 3, **options}
+    args = Seq2SeqTrainingArguments(output_dir=".", **settings)
+    group = {}
+    ours = make_scheduler(args, types.SimpleNamespace(param_groups=[group]), steps)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=args.learning_rate)
+    theirs = get_wsd_schedule(
+        optimizer,
+        num_warmup_steps=args.get_warmup_steps(steps),
+        num_decay_steps=round(args.decay_ratio * steps),
+        num_training_steps=steps,
+        decay_type={"minus_sqrt": "1-sqrt"}.get(args.decay_style, args.decay_style),
+        min_lr_ratio=args.min_learning_rate / args.learning_rate,
+    )
+    rates = [], []
+    for _ in range(steps + 1):
+        rates[0].append(group["lr"])
+        rates[1].append(theirs.get_last_lr()[0])
+        ours.step(1)
+        optimizer.step()
+        theirs.step()
+    return rates
+
+
+@pytest.mark.parametrize("style", ["linear", "cosine", "minus_sqrt"])
+def test_warmup_stable_decay_is_that_of_transformers(ranks, style):
+    options = {"decay_style": style, "decay_ratio": 0.25, "min_learning_rate": 3e-5}
+    ours, theirs = ranks(1, warmup_stable_decay, options, 40)[0]
+    assert ours == pytest.approx(theirs, rel=1e-12)
+    assert (ours[3], ours[30], ours[40]) == pytest.approx((3e-4, 3e-4, 3e-5))
+
+
+def test_a_decay_of_all_steps_begins_after_the_warm_up(ranks):
+    ours, _ = ranks(1, warmup_stable_decay, {"decay_ratio": 1.0, "warmup_steps": 8}, 20)[0]
+    assert ours[8] == max(ours) == 3e-4
+    assert ours[20] == 0
+
+
 def test_the_schedule_ends_at_the_minimum_learning_rate(ranks, folder):
     options = {"max_steps": 30, "min_learning_rate": 1e-3, "lr_scheduler_type": "cosine"}
     values = ranks(1, train, f"{folder}/model", f"{folder}/store", f"{folder}/minimum", options)

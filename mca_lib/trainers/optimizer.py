@@ -1,0 +1,56 @@
+"""Megatron's optimizer and learning rate schedule, as the training arguments ask for them."""
+
+import math
+from collections.abc import Sequence
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from mca_lib.trainers.training_args import TrainingArguments
+
+
+def make_optimizer(args: TrainingArguments, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
+    """AdamW over the trainable weights of this rank's chunks."""
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=args.learning_rate,
+        min_lr=args.min_learning_rate,
+        weight_decay=args.weight_decay,
+        adam_beta1=args.adam_beta1,
+        adam_beta2=args.adam_beta2,
+        adam_eps=args.adam_epsilon,
+        # Megatron computes the norm only when it clips; an infinite threshold measures without clipping.
+        clip_grad=args.max_grad_norm or math.inf,
+        bf16=args.bf16,
+        params_dtype=args.params_dtype,
+        use_distributed_optimizer=args.use_distributed_optimizer,
+    )
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def make_scheduler(args: TrainingArguments, optimizer: MegatronOptimizer, total_steps: int) -> OptimizerParamScheduler:
+    """Step t trains with the rate of transformers' schedule at t: 0 at the start of a warm-up.
+
+    That of warmup_stable_decay starts at `min_learning_rate`, as transformers' does.
+    """
+    warmup = min(args.get_warmup_steps(total_steps), total_steps - 1)
+    floor = min(args.min_learning_rate, args.learning_rate)
+    decays_at_the_end = args.megatron_schedule == "WSD"
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=floor if decays_at_the_end else 0.0,
+        max_lr=args.learning_rate,
+        min_lr=floor,
+        lr_warmup_steps=warmup,
+        lr_decay_steps=total_steps,
+        lr_decay_style=args.megatron_schedule,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=total_steps,
+        wd_incr_style="constant",
+        # Rounding up both shares of a short run must not let the warm-up end in the decay.
+        wsd_decay_steps=min(math.ceil(args.decay_ratio * total_steps), total_steps - warmup),
+        lr_wsd_decay_style=args.decay_style,
+    )
