@@ -18,16 +18,31 @@ def from_rank_0[T](compute: Callable[[], T]) -> T:
         try:
             box[0] = compute()
         except Exception as error:
-            failure = error
-            # Others may not pickle.
-            plain = isinstance(error, UserError | OSError)
-            box[1] = error if plain else RuntimeError(f"rank 0: {type(error).__name__}: {error}")
+            failure, box[1] = error, _for_others(error)
     dist.broadcast_object_list(box, src=0)
     if failure is not None:
         raise failure
     if box[1] is not None:
         raise box[1]
     return box[0]
+
+
+def raise_everywhere(error: BaseException | None) -> None:
+    """Raise an error that some rank has on all of them: its own on each rank with one, else that of the lowest."""
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error and _for_others(error))
+    if error is not None:
+        raise error
+    for other in errors:
+        if other is not None:
+            raise other
+
+
+def _for_others(error: BaseException) -> Exception:
+    """As other ranks raise it: not every error pickles."""
+    if isinstance(error, UserError | OSError):
+        return error
+    return RuntimeError(f"rank {dist.get_rank()}: {type(error).__name__}: {error}")
 
 
 def new_passage(directory: Path) -> str:

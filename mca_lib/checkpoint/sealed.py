@@ -2,7 +2,7 @@
 
     .staging-*      being written; never read, removed by the next run
     NAME/           whole: its record, written last, names every file with size and BLAKE3
-    .replaced-*     the former NAME, for the moment between two renames
+    .replaced-*     a former NAME, on its way to be removed
 
 A crash at any instant leaves either the old state or the new one. A directory whose bytes differ from its record is
 damaged, and nobody may read it.
@@ -19,6 +19,7 @@ from blake3 import blake3
 
 RECORD_NAME = ".record.json"
 STAGING_PREFIX = ".staging-"
+REPLACED_PREFIX = ".replaced-"
 
 
 def new_staging(parent: Path) -> Path:
@@ -30,7 +31,7 @@ def new_staging(parent: Path) -> Path:
 
 def remove_leftovers(parent: Path) -> None:
     """Remove what interrupted writers left behind. Only when no writer is at work."""
-    for pattern in (f"{STAGING_PREFIX}*", ".replaced-*"):
+    for pattern in (f"{STAGING_PREFIX}*", f"{REPLACED_PREFIX}*"):
         for path in parent.glob(pattern):
             shutil.rmtree(path)
 
@@ -48,13 +49,21 @@ def seal(staging: Path, target: Path, meta: dict[str, Any]) -> None:
 def move_into_place(staging: Path, target: Path) -> None:
     """Rename `staging` to `target`, replacing what is there, when all its bytes are on the disk."""
     sync(staging)
-    replaced = target.parent / f".replaced-{uuid.uuid4().hex[:12]}"
-    if target.exists():
-        target.rename(replaced)
+    replaced = _set_aside(target) if target.exists() else None
     staging.rename(target)
     sync(target.parent, deep=False)
-    if replaced.exists():
+    if replaced:
         shutil.rmtree(replaced)
+
+
+def remove(directory: Path) -> None:
+    """Remove a sealed directory; it loses its name first, so that no half of it is ever met under it."""
+    shutil.rmtree(_set_aside(directory))
+
+
+def _set_aside(directory: Path) -> Path:
+    aside = directory.parent / f"{REPLACED_PREFIX}{uuid.uuid4().hex[:12]}"
+    return directory.rename(aside)
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
     checkpoint-N/state/          torch_dist: what is trained and its optimizer, loads at any parallel layout
     checkpoint-N/rng_R.pt        random states of rank R; used at the same layout only
-    checkpoint-N/trainer.json    step, counters, and what the run was about
+    checkpoint-N/trainer.json    step, counters, the best evaluation, and what the run was about
     checkpoint-N/.record.json    written last (see `sealed`)
 
 What is trained is the model, or with LoRA the adapters alone: the model that they are for comes from where the run
@@ -15,7 +15,6 @@ and rows, with reseeded random states.
 import json
 import logging
 import random
-import shutil
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +28,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.model import translated_failures
-from mca_lib.checkpoint.sealed import find_damage, new_staging, remove_leftovers, seal
+from mca_lib.checkpoint.retention import BEST_PREFIX, PREFIX, STATE_NAME, numbered
+from mca_lib.checkpoint.sealed import find_damage, remove_leftovers
 from mca_lib.errors import CheckpointError
 from mca_lib.parallel import seed_rank
 from mca_lib.trainers.engine import Engine
 
-PREFIX = "checkpoint-"
+STATE_FOLDER = "state"
 log = logging.getLogger(__name__)
 
 
@@ -47,24 +47,8 @@ class TrainerState:
     run: dict[str, Any]
     """What the run is about: a checkpoint of another run must not be resumed."""
     layout: dict[str, int]
-
-
-def save_checkpoint(output_dir: Path, engine: Engine, state: TrainerState, keep: int | None) -> Path:
-    """Write `checkpoint-<step>` and remove all but the newest `keep`; all ranks take part."""
-    target = output_dir / f"{PREFIX}{state.step}"
-    staging = Path(from_rank_0(lambda: str(new_staging(output_dir))))
-    (staging / "state").mkdir(exist_ok=True)
-    dist.barrier()
-    with translated_failures(staging / "state", "written"):
-        dist_checkpointing.save(_sharded_state(engine, is_loading=False), str(staging / "state"))
-    torch.save(_rng_state(), staging / f"rng_{dist.get_rank()}.pt")
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (staging / "trainer.json").write_text(json.dumps(vars(state), indent=1))
-        seal(staging, target, {"step": state.step})
-        _rotate(output_dir, keep)
-    dist.barrier()
-    return target
+    best: dict[str, Any] | None = None
+    """Step and loss of the best evaluation until then, whose weights are in `best-<step>`; None without one."""
 
 
 def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
@@ -77,14 +61,17 @@ def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
     """
 
     def search() -> str | None:
+        damaged = None
         remove_leftovers(output_dir)
-        for path in reversed(_checkpoints(output_dir)):
-            if damage := find_damage(path):
+        for path in reversed(numbered(output_dir, PREFIX).values()):
+            if damage := find_damage(path) or _damage_of_best(path):
                 log.warning("%s cannot be resumed from: %s; trying the one before", path, damage)
-                path.rename(path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}"))
+                damaged = path.rename(path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}"))
                 continue
             _check_run(path, run)
             return str(path)
+        if damaged:
+            log.warning("%s holds no other checkpoint: training starts from the beginning", output_dir)
         return None
 
     found = from_rank_0(search)
@@ -93,10 +80,10 @@ def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
 
 def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
     """Put weights, moments, schedule and random states back; all ranks take part."""
-    state = TrainerState(**json.loads((path / "trainer.json").read_text()))
+    state = _read_state(path)
     _check_optimizers(path, state.layout.get("expert", 1), layout(engine)["expert"])
-    with translated_failures(path / "state", "read"):
-        loaded = dist_checkpointing.load(_sharded_state(engine, is_loading=True), str(path / "state"))
+    with translated_failures(path / STATE_FOLDER, "read"):
+        loaded = dist_checkpointing.load(sharded_state(engine, is_loading=True), str(path / STATE_FOLDER))
     for index, chunk in enumerate(engine.bare_chunks):
         _trained(chunk).load_state_dict(loaded[f"model{index}"])
     # Megatron 0.19.2 copies into leaf parameters there without no_grad of its own.
@@ -104,7 +91,7 @@ def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
         engine.optimizer.load_state_dict(loaded["optimizer"])
     engine.scheduler.step(increment=state.step)
     if state.layout == layout(engine):
-        _restore_rng(torch.load(path / f"rng_{dist.get_rank()}.pt", weights_only=True))
+        _restore_rng(torch.load(path / rng_name(dist.get_rank()), weights_only=True))
     else:
         seed_rank(seed + state.step)
     return state
@@ -132,7 +119,8 @@ def _check_optimizers(path: Path, saved: int, now: int) -> None:
         )
 
 
-def _sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
+def sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
+    """What a checkpoint holds of this rank, as Megatron describes it: shards of what is trained and its optimizer."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
@@ -152,20 +140,20 @@ def _trained(chunk: Any) -> Any:
     return chunk if chunk.adapters is None else chunk.adapters
 
 
-def _checkpoints(output_dir: Path) -> list[Path]:
-    """Checkpoint directories, oldest first."""
-    found = [p for p in output_dir.glob(f"{PREFIX}*") if p.name.removeprefix(PREFIX).isdigit()]
-    return sorted(found, key=lambda p: int(p.name.removeprefix(PREFIX)))
+def _damage_of_best(checkpoint: Path) -> str | None:
+    """What is wrong with the weights that a whole checkpoint names as the best; None when nothing is."""
+    best = _read_state(checkpoint).best
+    path = checkpoint.with_name(f"{BEST_PREFIX}{best['step']}") if best else None
+    damage = find_damage(path) if path else None
+    return f"{path.name}: {damage}" if path and damage else None
 
 
-def _rotate(output_dir: Path, keep: int | None) -> None:
-    """Keep the newest `keep` whole checkpoints; the one just written is whole."""
-    for path in _checkpoints(output_dir)[: -keep if keep else 0]:
-        shutil.rmtree(path)
+def _read_state(checkpoint: Path) -> TrainerState:
+    return TrainerState(**json.loads((checkpoint / STATE_NAME).read_text()))
 
 
 def _check_run(path: Path, run: dict[str, Any]) -> None:
-    saved = json.loads((path / "trainer.json").read_text())["run"]
+    saved = _read_state(path).run
     for name, value in run.items():
         if saved.get(name) != value:
             raise CheckpointError(
@@ -174,7 +162,12 @@ def _check_run(path: Path, run: dict[str, Any]) -> None:
             )
 
 
-def _rng_state() -> dict[str, Any]:
+def rng_name(rank: int) -> str:
+    """File of a rank's random states in a checkpoint."""
+    return f"rng_{rank}.pt"
+
+
+def rng_state() -> dict[str, Any]:
     """Tensors, numbers and text only: it is read with `weights_only`, and runs no code of whoever wrote it."""
     generator, keys, *rest = np.random.get_state()
     state = {

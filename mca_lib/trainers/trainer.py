@@ -25,7 +25,9 @@ from transformers.trainer_utils import IntervalStrategy
 
 from mca_lib.adapters.settings import targets_of
 from mca_lib.checkpoint.sealed import move_into_place, new_staging
-from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint, save_checkpoint
+from mca_lib.checkpoint.retention import Retention
+from mca_lib.checkpoint.saver import CheckpointSaver
+from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint
 from mca_lib.data.token_store import Row, TokenStore
 from mca_lib.errors import ConfigError
 from mca_lib.models import VirtualModels
@@ -103,6 +105,8 @@ class McaTrainer:
         self.engine = Engine(list(model), args, self.schedule.total_steps, self._objective())
         self.output_dir = Path(args.output_dir)
         self.final_dir = Path(args.final_dir) if args.final_dir else self.output_dir / "final"
+        keep = Retention(args.save_total_limit, args.save_keep_every)
+        self._saver = CheckpointSaver(self.output_dir, self.engine, keep)
         self._alignment = Alignment.of(args)
         self._is_rank_0 = dist.get_rank() == 0
 
@@ -128,6 +132,7 @@ class McaTrainer:
                 totals.add(metrics, time.monotonic() - began)
                 watch.add(metrics.tokens)
                 self._check_finite(step, metrics)
+                self._saver.poll()
                 if step % max(1, int(self.args.logging_steps)) == 0 or step == total:
                     means = totals.window_means()
                     if records:
@@ -138,9 +143,11 @@ class McaTrainer:
                 if stopping or (step < total and self.args.saves_at(step, self.schedule.steps_per_epoch)):
                     self._save(step, totals)
                 if stopping:
+                    self._saver.finish()
                     log.warning("stopped by SIGTERM after step %d of %d; a checkpoint was written", step, total)
                     sys.exit(EXIT_ON_SIGTERM)
         held_out = self._evaluate_and_log(step, records) if self.eval_dataset is not None else {}
+        self._saver.finish()
         self.save_model(self.final_dir)
         return self._finish(totals, means["loss"], held_out)
 
@@ -196,7 +203,9 @@ class McaTrainer:
 
     def _save(self, step: int, totals: Totals) -> None:
         state = TrainerState(step, totals.to_dict(), self._run_identity(), layout(self.engine))
-        save_checkpoint(self.output_dir, self.engine, state, self.args.save_total_limit)
+        self._saver.begin(state, going_on=self.args.async_save)
+        if not self.args.async_save:
+            self._saver.finish()
 
     def _run_identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be resumed; the layout may differ."""

@@ -41,9 +41,9 @@ def train_until(model: str, store: str, out: str, options: dict[str, Any], step:
 
 def train_until_seal(model: str, store: str, out: str, options: dict[str, Any], nth: int, after: bool) -> None:
     """Train, and die while the n-th checkpoint is written: before its record, or just after it got its name."""
-    from mca_lib.checkpoint import training
+    from mca_lib.checkpoint import saver
 
-    original, done = training.seal, []
+    original, done = saver.seal, []
 
     def dying(staging, target, meta):
         done.append(1)
@@ -53,7 +53,7 @@ def train_until_seal(model: str, store: str, out: str, options: dict[str, Any], 
             os.kill(os.getpid(), signal.SIGKILL)
         original(staging, target, meta)
 
-    training.seal = dying
+    saver.seal = dying
     train(model, store, out, options)
 
 
