@@ -64,6 +64,18 @@ def target_names(config: McaModelConfig, target_modules: Sequence[str]) -> froze
     return frozenset(chosen)
 
 
+def adapter_elements(config: McaModelConfig, target_modules: Sequence[str], r: int) -> int:
+    """Elements of the adapters' matrices that a token is multiplied with: of experts those that it meets."""
+    chosen, elements, experts = target_names(config, target_modules), 0, 0
+    for entry in linear_layers(config):
+        for name, (rows, columns) in zip(modules(entry), entry.mapping.hf_shapes(config), strict=True):
+            if name in chosen and entry.mapping.per_expert:
+                experts += r * (rows + columns)
+            elif name in chosen:
+                elements += r * (rows + columns)
+    return elements + (experts * config.moe.topk // config.moe.num_experts if config.moe else 0)
+
+
 def expert_entries(config: McaModelConfig) -> list[Entry]:
     return [entry for entry in linear_layers(config) if entry.mapping.per_expert]
 

@@ -8,12 +8,16 @@ T tokens in sequences of S:
       pairs = Σ i=1..S min(i, window)               keys that the queries of a sequence see
 
 W counts `topk` experts of each layer, the output layer also where it is tied, and not the embedding, which is a
-look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. Recomputation
-is not counted: these are the operations that the model needs, the numerator of model FLOPs utilization.
+look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. With adapters
+the frozen matrices have no gradient of their own, and their products count once in the backward pass, also in the first
+layer, where autograd may skip some. Recomputation is not counted: these are the operations that the model needs, the
+numerator of model FLOPs utilization.
 """
 
 import math
 from operator import attrgetter
+
+import numpy as np
 
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.registry import family_of
@@ -22,6 +26,21 @@ from mca_lib.models.registry import family_of
 def training_flops(config: McaModelConfig, tokens: int, sequence_length: int) -> int:
     """Forward and backward pass of a training step, multi-token prediction included."""
     return 3 * forward_flops(config, tokens, sequence_length, mtp=True)
+
+
+def step_flops(config: McaModelConfig, lengths_D: np.ndarray, adapter_elements: int | None = None) -> int:
+    """Forward and backward pass of a training step over documents that do not see each other.
+
+    Args:
+        lengths_D: tokens of each document; padding is none.
+        adapter_elements: of the matrices of adapters, as often as a token is multiplied with them; None where all
+            weights are trained, multi-token prediction layers included.
+    """
+    mtp = adapter_elements is None
+    pairs = int(attention_pairs(config, lengths_D.astype(np.int64), mtp).sum())
+    elements = matrix_elements(config, mtp)
+    products = 3 * elements if adapter_elements is None else 2 * elements + 3 * adapter_elements
+    return 2 * products * int(lengths_D.sum()) + 3 * attention_flops_per_pair(config) * pairs
 
 
 def forward_flops(config: McaModelConfig, tokens: int, sequence_length: int, mtp: bool = False) -> int:
@@ -60,10 +79,12 @@ def attention_flops_per_pair(config: McaModelConfig) -> int:
     return 2 * config.num_attention_heads * channels
 
 
-def attention_pairs(config: McaModelConfig, sequence_length: int, mtp: bool = False) -> int:
-    """Pairs of a query and a key that it sees, in one sequence, over all layers."""
+def attention_pairs[Lengths: (int, np.ndarray)](
+    config: McaModelConfig, sequence_length: Lengths, mtp: bool = False
+) -> Lengths:
+    """Pairs of a query and a key that it sees, over all layers; in one sequence, or in each of several."""
     full = sequence_length * (sequence_length + 1) // 2
-    window = min(config.sliding_window or sequence_length, sequence_length)
+    window = np.minimum(config.sliding_window or sequence_length, sequence_length)
     windowed = window * (window + 1) // 2 + (sequence_length - window) * window
     layers = config.num_layers + (config.mtp_num_layers if mtp else 0)
     full_layers = len(config.full_attention_layers) if config.sliding_window else layers

@@ -30,6 +30,8 @@ class Totals:
     """Spent in steps, over all attempts."""
     window_sums: dict[str, float] = field(default_factory=dict)
     window_count: int = 0
+    callbacks: dict[str, Any] = field(default_factory=dict)
+    """What transformers' callbacks remember; see `Callbacks.to_save`."""
 
     def add(self, metrics: StepMetrics, seconds: float) -> None:
         self.loss_sum += metrics.sums["loss"]
@@ -52,24 +54,47 @@ class Totals:
         return asdict(self)
 
 
-class Stopwatch:
-    """Tokens per second since the last line, and the time left by the speed of this attempt."""
+class Meter:
+    """How fast steps go: what was measured since the last line, by the clock of this rank.
 
-    def __init__(self, step: int) -> None:
-        self._first_step = step
-        self._began = self._last = time.monotonic()
-        self._tokens = 0
+    Args:
+        step: steps that were made before.
+        total: steps of the run.
+        devices: that work at it.
+        peak_flops: floating point operations per second of all of them together; see `peak`.
+    """
 
-    def add(self, tokens: int) -> None:
+    def __init__(self, step: int, total: int, devices: int, peak_flops: float) -> None:
+        self._first_step, self._total, self._devices, self._peak = step, total, devices, peak_flops
+        self._began = time.monotonic()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._flops = 0
+        self._seconds = self._waited = 0.0
+
+    def add(self, seconds: float, waited: float, tokens: int, flops: int) -> None:
+        """A step that took `seconds`, of which this rank made its batch for `waited`."""
+        self._steps += 1
+        self._seconds += seconds
+        self._waited += waited
         self._tokens += tokens
+        self._flops += flops
 
-    def read(self, step: int, total: int) -> dict[str, float]:
-        """Also starts the next interval."""
-        now = time.monotonic()
-        speed = self._tokens / max(now - self._last, 1e-9)
-        per_step = (now - self._began) / max(step - self._first_step, 1)
-        self._last, self._tokens = now, 0
-        return {"tokens_per_second": round(speed, 1), "eta_seconds": round(per_step * (total - step), 1)}
+    def read(self, step: int) -> dict[str, float]:
+        """Also starts the next interval. Evaluations and checkpoints count for the time that is left alone."""
+        seconds = max(self._seconds, 1e-9)
+        per_step = (time.monotonic() - self._began) / max(step - self._first_step, 1)
+        measures = {
+            "tokens_per_second": round(self._tokens / seconds, 1),
+            "tokens_per_second_per_device": round(self._tokens / seconds / self._devices, 1),
+            "mfu": round(self._flops / seconds / self._peak, 4),
+            "step_seconds": round(self._seconds / max(self._steps, 1), 4),
+            "data_wait": round(self._waited / seconds, 4),
+            "eta_seconds": round(per_step * (self._total - step), 1),
+        }
+        self._reset()
+        return measures
 
 
 class TrainingLog:
@@ -91,6 +116,11 @@ class TrainingLog:
         if self._progress:
             with open(self._progress, "a") as file:
                 file.write(json.dumps({"done": line["step"], **line}) + "\n")
+
+
+def finite(measures: dict[str, Any]) -> dict[str, Any]:
+    """Without what was not measured, as the loss of steps in which no token has any."""
+    return {k: v for k, v in measures.items() if v is not None and not (isinstance(v, float) and not math.isfinite(v))}
 
 
 def read_log(output_dir: Path) -> list[dict[str, Any]]:

@@ -1,73 +1,51 @@
 """`McaTrainer`: the training loop on Megatron-Core, as it is for pretraining and supervised fine-tuning.
 
-    resume → [ batch → step → log → evaluate? → save? ]* → evaluate → final checkpoint → train_result.json
+    resume → [ batch → step → log? → evaluate? → save? ]* → evaluate → final checkpoint → train_result.json
 
-Every rank runs the same loop; rank 0 writes the files. SIGTERM is answered at the end of the step: all ranks agree,
-save a checkpoint and leave with status 143.
+Every rank runs the same loop; rank 0 writes the files. What is due after a step is said by the arguments and by
+transformers' callbacks, and agreed upon by all ranks (`callbacks`). SIGTERM is answered at the end of the step: all
+ranks save a checkpoint and leave with status 143.
 """
 
-import json
 import logging
 import math
-import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
+from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
 from mca_lib.adapters.settings import targets_of
-from mca_lib.checkpoint.sealed import move_into_place, new_staging
+from mca_lib.adapters.targets import adapter_elements
+from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import Retention
 from mca_lib.checkpoint.saver import CheckpointSaver
+from mca_lib.checkpoint.sealed import move_into_place, new_staging
 from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint
 from mca_lib.data.token_store import Row, TokenStore
 from mca_lib.errors import ConfigError
 from mca_lib.models import VirtualModels
+from mca_lib.models.flops import step_flops
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import Alignment, MicroBatch, collate
+from mca_lib.trainers.callbacks import Callbacks
 from mca_lib.trainers.engine import Engine, StepMetrics
+from mca_lib.trainers.identity import run_identity
 from mca_lib.trainers.loss import Objective, TokenObjective
-from mca_lib.trainers.progress import Stopwatch, Totals, TrainingLog
+from mca_lib.trainers.peak import peak_flops
+from mca_lib.trainers.progress import Meter, Totals, TrainingLog, finite, read_log
+from mca_lib.trainers.result import TrainResult
 from mca_lib.trainers.schedule import BatchShape, Schedule
+from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest
 from mca_lib.trainers.training_args import TrainingArguments
 
-RESULT_NAME = "train_result.json"
-EXIT_ON_SIGTERM = 128 + signal.SIGTERM
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """What came out, as written to `train_result.json`."""
-
-    steps: int
-    epochs: float
-    final_loss: float | None
-    """Of the last logged step."""
-    train_loss: float | None
-    """Mean over the whole run, per token with loss or per pair."""
-    eval_loss: float | None
-    """The same over the evaluation split after the last step; None without one."""
-    eval_measures: dict[str, float | None]
-    """What else the objective measures there."""
-    tokens: int
-    """Tokens that went through the model, padding excluded."""
-    trained_tokens: int
-    """Tokens with loss."""
-    tokens_per_second: float
-    seconds: float
-    """Spent in steps, over all attempts."""
-    peak_memory_mb: list[float]
-    """By rank."""
-    world_size: int
 
 
 class McaTrainer:
@@ -78,6 +56,7 @@ class McaTrainer:
         args: training arguments; the process groups of their layout exist.
         train_dataset: rows to learn from.
         eval_dataset: held-out rows.
+        callbacks: transformers' callbacks, instances or classes; see `mca_lib.trainers.callbacks`.
     """
 
     def __init__(
@@ -86,6 +65,7 @@ class McaTrainer:
         args: TrainingArguments,
         train_dataset: TokenStore,
         eval_dataset: TokenStore | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
     ) -> None:
         if eval_dataset is None and args.eval_strategy != IntervalStrategy.NO:
             raise ConfigError(
@@ -109,6 +89,10 @@ class McaTrainer:
         self._saver = CheckpointSaver(self.output_dir, self.engine, keep)
         self._alignment = Alignment.of(args)
         self._is_rank_0 = dist.get_rank() == 0
+        self.callbacks = Callbacks(callbacks, args, model, self.engine, self.schedule)
+        self._told_saved: int | None = None
+        lora = model.lora_config
+        self._adapter_elements = adapter_elements(model.mca_config, targets_of(lora), lora.r) if lora else None
 
     def train(self) -> TrainResult:
         """Train to the end, from the newest checkpoint in `output_dir` if there is one.
@@ -118,38 +102,48 @@ class McaTrainer:
             SystemExit: with status 143 after SIGTERM, when the checkpoint is written.
         """
         self._prepare()
+        peak = peak_flops(self.output_dir, self.args.params_dtype)
         step, totals = self._resume()
-        records = TrainingLog(self.output_dir, step) if self._is_rank_0 else None
-        total, watch, means = self.schedule.total_steps, Stopwatch(step), {"loss": math.nan}
-        with _StopRequest() as stop:
-            while step < total:
-                began = time.monotonic()
-                learning_rate = self.engine.learning_rate
-                metrics = self.engine.train_step(
-                    self._batches(self.train_dataset, self.schedule.rows(step), self.shape)
-                )
+        total, loss, held_out, evaluated_at = self.schedule.total_steps, math.nan, {}, None
+        self._log = TrainingLog(self.output_dir, step) if self._is_rank_0 else None
+        self.callbacks.begin(step, from_rank_0(lambda: read_log(self.output_dir)), totals)
+        meter = Meter(step, total, dist.get_world_size(), peak)
+        wishes = self.callbacks.wishes(terminated=False)
+        with StopRequest() as stop:
+            while step < total and not wishes.stop:
+                self.callbacks.step_begin(step)
+                began, learning_rate = time.monotonic(), self.engine.learning_rate
+                batches = self._batches(self.train_dataset, self.schedule.rows(step), self.shape)
+                waited = time.monotonic() - began
+                metrics = self.engine.train_step(batches)
+                seconds = time.monotonic() - began
                 step += 1
-                totals.add(metrics, time.monotonic() - began)
-                watch.add(metrics.tokens)
+                totals.add(metrics, seconds)
+                meter.add(seconds, waited, metrics.tokens, self._flops(step))
                 self._check_finite(step, metrics)
                 self._saver.poll()
-                if step % max(1, int(self.args.logging_steps)) == 0 or step == total:
-                    means = totals.window_means()
-                    if records:
-                        records.write(self._record(step, means, metrics, learning_rate, watch.read(step, total)))
-                if step < total and self.args.evaluates_at(step, self.schedule.steps_per_epoch):
-                    self._evaluate_and_log(step, records)
-                stopping = self.engine.any_rank(stop.requested) and step < total
-                if stopping or (step < total and self.args.saves_at(step, self.schedule.steps_per_epoch)):
+                self._tell_saved()
+                self.callbacks.step_end(step, totals.tokens)
+                wishes = self.callbacks.wishes(stop.requested)
+                if wishes.log or wishes.stop:
+                    loss = self._log_steps(step, totals, metrics, learning_rate, meter)
+                if wishes.evaluate:
+                    held_out, evaluated_at = self._evaluate_and_log(step), step
+                if wishes.log or wishes.evaluate:  # callbacks were asked again
+                    wishes = self.callbacks.wishes(stop.requested)
+                stopping = wishes.terminated and step < total
+                if stopping or wishes.save:
                     self._save(step, totals)
                 if stopping:
                     self._saver.finish()
                     log.warning("stopped by SIGTERM after step %d of %d; a checkpoint was written", step, total)
                     sys.exit(EXIT_ON_SIGTERM)
-        held_out = self._evaluate_and_log(step, records) if self.eval_dataset is not None else {}
+        if self.eval_dataset is not None and evaluated_at != step:
+            held_out = self._evaluate_and_log(step)
         self._saver.finish()
+        self._tell_saved()
         self.save_model(self.final_dir)
-        return self._finish(totals, means["loss"], held_out)
+        return self._finish(step, totals, loss, held_out)
 
     def evaluate(self) -> StepMetrics:
         """Sums over the whole evaluation split; every row counts once."""
@@ -165,7 +159,8 @@ class McaTrainer:
 
     def _evaluation_batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro batches of each step of an evaluation, always the same."""
-        assert self.eval_dataset is not None, "an evaluation needs an eval_dataset"
+        if self.eval_dataset is None:
+            raise ConfigError("an evaluation needs held-out rows: give an eval_dataset")
         replicas = self.shape.data_parallel_size
         shape = BatchShape(
             global_batch_size=self.args.per_device_eval_batch_size * replicas * self.shape.micro_batch_multiple,
@@ -202,44 +197,22 @@ class McaTrainer:
         return state.step, Totals(**state.totals)
 
     def _save(self, step: int, totals: Totals) -> None:
+        totals.callbacks = self.callbacks.to_save()
         state = TrainerState(step, totals.to_dict(), self._run_identity(), layout(self.engine))
         self._saver.begin(state, going_on=self.args.async_save)
         if not self.args.async_save:
             self._saver.finish()
+            self._tell_saved()
+
+    def _tell_saved(self) -> None:
+        """A checkpoint that was begun some steps ago may have become whole."""
+        if self._saver.saved_step not in (None, self._told_saved):
+            self._told_saved = self._saver.saved_step
+            self.callbacks.saved(self._told_saved)
 
     def _run_identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be resumed; the layout may differ."""
-        args = self.args
-        return {
-            "rows": len(self.train_dataset),
-            "tokens": self.train_dataset.num_tokens,
-            "total_steps": self.schedule.total_steps,
-            "global_batch_size": self.shape.global_batch_size,
-            "seed": args.seed,
-            "precision": "bf16" if args.bf16 else "fp32",
-            "learning_rate": args.learning_rate,
-            "min_learning_rate": args.min_learning_rate,
-            "lr_scheduler_type": args.lr_scheduler_type.value,
-            "warmup_steps": args.get_warmup_steps(self.schedule.total_steps),
-            "weight_decay": args.weight_decay,
-            "adam": [args.adam_beta1, args.adam_beta2, args.adam_epsilon],
-            "max_grad_norm": args.max_grad_norm,
-            **self._adapter_identity(),
-        }
-
-    def _adapter_identity(self) -> dict[str, Any]:
-        """With adapters a checkpoint has these alone, and must find the model that they were trained on."""
-        lora = self.model.lora_config
-        if lora is None:
-            return {}
-        return {
-            "base model": self.model.base_digest,
-            "lora r": lora.r,
-            "lora alpha": lora.lora_alpha,
-            "lora dropout": lora.lora_dropout,
-            "rslora": lora.use_rslora,
-            "lora targets": targets_of(lora),
-        }
+        return run_identity(self.model, self.args, self.train_dataset, self.schedule, self.shape)
 
     def _batches(self, store: TokenStore, rows: Sequence[int], shape: BatchShape) -> list[MicroBatch]:
         """This rank's micro batches of one step; all of one length where pipeline stages exchange them."""
@@ -261,50 +234,65 @@ class McaTrainer:
             parallel_state.get_context_parallel_world_size(),
         )
 
+    def _flops(self, step: int) -> int:
+        """Operations that the model needs for this step's documents."""
+        store, rows = self.train_dataset, self.schedule.rows(step - 1)
+        spans = [store.row_documents[store.row_offsets[row] : store.row_offsets[row + 1]] for row in rows]
+        return step_flops(self.model.mca_config, store.document_lengths[np.concatenate(spans)], self._adapter_elements)
+
     def _check_finite(self, step: int, metrics: StepMetrics) -> None:
         for name, value in (("loss", metrics.loss if metrics.count else 0.0), ("grad_norm", metrics.grad_norm)):
             if not math.isfinite(value):
+                rows = self.schedule.rows(step - 1)
                 raise ConfigError(
                     f"training diverged: {name} is {value} at step {step}; "
-                    f"lower learning_rate={self.args.learning_rate} or lengthen the warm-up"
+                    f"lower learning_rate={self.args.learning_rate} or lengthen the warm-up, and look at the rows of "
+                    f"the step, {', '.join(map(str, rows[:8]))}{', …' * (len(rows) > 8)} of {self.train_dataset.path}"
                 )
 
-    def _record(
-        self,
-        step: int,
-        means: dict[str, float],
-        metrics: StepMetrics,
-        learning_rate: float,
-        speed: dict[str, float],
-    ) -> dict[str, Any]:
-        return {
-            "step": step,
-            "total": self.schedule.total_steps,
-            "epoch": round(self.schedule.epoch_at(step), 4),
-            **means,
-            "grad_norm": metrics.grad_norm,
-            "learning_rate": learning_rate,
-            **speed,
-            "memory_mb": round(current_platform().peak_memory_bytes() / 2**20, 1),
-        }
+    def _log_steps(self, step: int, totals: Totals, metrics: StepMetrics, learning_rate: float, meter: Meter) -> float:
+        """A line of the log over the steps since the last one. Returns its loss."""
+        means = totals.window_means()
+        self._write(
+            step,
+            {
+                "epoch": round(self.schedule.epoch_at(step), 4),
+                **means,
+                "grad_norm": metrics.grad_norm,
+                "learning_rate": learning_rate,
+                **meter.read(step),
+                "memory_mb": round(current_platform().peak_memory_bytes() / 2**20, 1),
+                **self.engine.expert_measures(),
+            },
+        )
+        return means["loss"]
 
-    def _evaluate_and_log(self, step: int, records: TrainingLog | None) -> dict[str, float]:
+    def _evaluate_and_log(self, step: int) -> dict[str, float]:
+        began = time.monotonic()
         means = self.evaluate().means
-        if records:
-            named = {f"eval_{name}": value for name, value in means.items()}
-            records.write({"step": step, "total": self.schedule.total_steps, **named})
+        measures = {f"eval_{name}": value for name, value in means.items()}
+        measures |= {"eval_runtime": round(time.monotonic() - began, 3), "epoch": self.schedule.epoch_at(step)}
+        self._write(step, measures)
+        self.callbacks.evaluated(finite(measures))
         return means
 
-    def _finish(self, totals: Totals, final_loss: float, held_out: dict[str, float]) -> TrainResult:
+    def _write(self, step: int, measures: dict[str, float]) -> None:
+        """To the log, to the parent process, and to the callbacks."""
+        if self._log:
+            self._log.write({"step": step, "total": self.schedule.total_steps, **measures})
+        self.callbacks.log(finite(measures))
+
+    def _finish(self, step: int, totals: Totals, final_loss: float, held_out: dict[str, float]) -> TrainResult:
         peaks: list[float] = [0.0] * dist.get_world_size()
         dist.all_gather_object(peaks, round(current_platform().peak_memory_bytes() / 2**20, 1))
+        means = {name: value if math.isfinite(value) else None for name, value in held_out.items()}
         result = TrainResult(
-            steps=self.schedule.total_steps,
-            epochs=round(self.schedule.epoch_at(self.schedule.total_steps), 4),
-            final_loss=_finite(final_loss),
+            steps=step,
+            epochs=round(self.schedule.epoch_at(step), 4),
+            final_loss=final_loss if math.isfinite(final_loss) else None,
             train_loss=totals.loss_sum / totals.count if totals.count else None,
-            eval_loss=_finite(held_out["loss"]) if held_out else None,
-            eval_measures={name: _finite(value) for name, value in held_out.items() if name != "loss"},
+            eval_loss=means.pop("loss", None),
+            eval_measures=means,
             tokens=totals.tokens,
             trained_tokens=totals.loss_tokens,
             tokens_per_second=round(totals.tokens / max(totals.seconds, 1e-9), 1),
@@ -312,32 +300,8 @@ class McaTrainer:
             peak_memory_mb=peaks,
             world_size=dist.get_world_size(),
         )
-        if self._is_rank_0:  # its presence says that the run has come to its end
-            temporary = self.output_dir / f".{RESULT_NAME}"
-            temporary.write_text(json.dumps(asdict(result), indent=1))
-            os.replace(temporary, self.output_dir / RESULT_NAME)
+        if self._is_rank_0:
+            result.write(self.output_dir)
+        self.callbacks.log(finite({"train_loss": result.train_loss, "train_runtime": result.seconds}))
+        self.callbacks.end()
         return result
-
-
-class _StopRequest:
-    """Remembers SIGTERM while it is entered. Signals reach the main thread only; elsewhere nothing is installed."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def __enter__(self) -> "_StopRequest":
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._former = signal.signal(signal.SIGTERM, self._remember)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._main:
-            signal.signal(signal.SIGTERM, self._former)
-
-    def _remember(self, *_: object) -> None:
-        self.requested = True
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -16,6 +16,7 @@ from mca_lib.errors import ConfigError
 from mca_lib.parallel import DistributingParallelArguments
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.schedule import BatchShape
+from mca_lib.trainers.tracking import check_trackers
 
 # Fields of transformers' TrainingArguments that have their effect here.
 # fmt: off
@@ -24,11 +25,13 @@ HONOURED = frozenset({
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
-    "logging_steps", "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
+    "logging_strategy", "logging_steps", "logging_first_step", "report_to", "run_name",
+    "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
+    "metric_for_best_model", "greater_is_better",
 })
 # Fields without effect on the result, which callers of transformers set by habit.
 HARMLESS = frozenset({
-    "do_train", "report_to", "disable_tqdm", "log_level", "remove_unused_columns", "run_name", "logging_strategy",
+    "do_train", "disable_tqdm", "log_level", "remove_unused_columns",
 })
 # fmt: on
 
@@ -109,11 +112,15 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             if 0 < (getattr(self, name) or 0) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: use a whole number of steps")
         self.use_cpu = self.use_cpu or on_cpu  # else transformers refuses bf16 without a GPU
+        trackers = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or [])
+        trackers = [] if trackers == ["none"] else trackers
+        check_trackers(trackers)
         self.report_to = []
         try:
             super().__post_init__()
         except (ValueError, TypeError) as error:
             raise ConfigError(" ".join(str(error).split())) from None
+        self.report_to = trackers
         if self.lr_scheduler_type.value not in SCHEDULES:
             raise ConfigError(f"lr_scheduler_type={self.lr_scheduler_type.value!r}: use one of {sorted(SCHEDULES)}")
         if self.decay_style not in ("linear", "cosine", "minus_sqrt"):
@@ -148,6 +155,11 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             data_parallel_size=replicas,
             micro_batch_multiple=self.pipeline_model_parallel_size if interleaved else 1,
         )
+
+    def logs_at(self, step: int, steps_per_epoch: int) -> bool:
+        """A line of the log is due after this step."""
+        every = max(1, int(self.logging_steps))
+        return (self.logging_first_step and step == 1) or _due(self.logging_strategy, every, step, steps_per_epoch)
 
     def saves_at(self, step: int, steps_per_epoch: int) -> bool:
         """A checkpoint is due after this step."""

@@ -1,0 +1,60 @@
+"""What a run is about. A checkpoint of a run that differs in any of it is not resumed; the layout may differ."""
+
+from typing import Any
+
+from mca_lib.adapters.settings import targets_of
+from mca_lib.data.token_store import TokenStore
+from mca_lib.models import VirtualModels
+from mca_lib.trainers.schedule import BatchShape, Schedule
+from mca_lib.trainers.training_args import TrainingArguments
+
+_MEGATRON_FIELDS = (
+    "fp8",
+    "decay_ratio",
+    "decay_style",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "mtp_loss_weight",
+    "freeze",
+)
+
+
+def run_identity(
+    model: VirtualModels, args: TrainingArguments, rows: TokenStore, schedule: Schedule, shape: BatchShape
+) -> dict[str, Any]:
+    """Names and values, as an error shows them."""
+    return {
+        **_model_identity(model),
+        "rows": len(rows),
+        "tokens": rows.num_tokens,
+        "total_steps": schedule.total_steps,
+        "global_batch_size": shape.global_batch_size,
+        "seed": args.seed,
+        "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
+        "learning_rate": args.learning_rate,
+        "min_learning_rate": args.min_learning_rate,
+        "lr_scheduler_type": args.lr_scheduler_type.value,
+        "warmup_steps": args.get_warmup_steps(schedule.total_steps),
+        "weight_decay": args.weight_decay,
+        "adam": [args.adam_beta1, args.adam_beta2, args.adam_epsilon],
+        "max_grad_norm": args.max_grad_norm,
+        **{name: getattr(args, name) for name in _MEGATRON_FIELDS},
+    }
+
+
+def _model_identity(model: VirtualModels) -> dict[str, Any]:
+    """The model that training starts from, by its sizes, and by the digest of its weights where that is known."""
+    config, lora = model.mca_config, model.lora_config
+    named = ("model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+    identity: dict[str, Any] = {name: getattr(config, name) for name in named}
+    identity["base model"] = model.base_digest
+    if lora is not None:
+        identity |= {
+            "lora r": lora.r,
+            "lora alpha": lora.lora_alpha,
+            "lora dropout": lora.lora_dropout,
+            "rslora": lora.use_rslora,
+            "lora targets": targets_of(lora),
+        }
+    return identity

@@ -1,0 +1,66 @@
+"""How fast this machine multiplies matrices: the denominator of `mfu`.
+
+Measured once per run, with square matrices of the run's dtype that keep the device busy, by all ranks at the same time,
+so that ranks which share cores share the peak. It is kept beside the checkpoints: a resumed run reports by the same
+peak, and another device or dtype or number of ranks is measured anew. With fp8 it is the peak of bf16.
+"""
+
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mca_lib.checkpoint.collective import from_rank_0
+from mca_lib.platforms import current_platform
+
+NAME = "peak_flops.json"
+SIZES = {"cuda": 8192, "cpu": 512}
+REPEATS = 7
+
+
+def peak_flops(output_dir: Path, dtype: torch.dtype) -> float:
+    """Floating point operations per second of all ranks together; all ranks take part."""
+    path, key = output_dir / NAME, f"{dist.get_world_size()} x {_device_name()}, {dtype}"
+    known = from_rank_0(lambda: json.loads(path.read_text()) if path.is_file() else {})
+    if key in known:
+        return known[key]
+    dist.barrier()
+    measured = torch.tensor(_measure(dtype), dtype=torch.float64, device=current_platform().device)
+    dist.all_reduce(measured)
+    known[key] = float(measured)
+    if dist.get_rank() == 0:
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(known, indent=1))
+        os.replace(temporary, path)
+    return known[key]
+
+
+def _measure(dtype: torch.dtype) -> float:
+    """Median over some products, after one that is not counted."""
+    device = current_platform().device
+    size = SIZES[device.type]
+    # Of its own generator: the run's random numbers are not touched. Values do matter for a GPU's power.
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator, device=device).to(dtype) for _ in range(2))
+    seconds = [_time(left, right) for _ in range(1 + REPEATS)]
+    return 2 * size**3 / statistics.median(seconds[1:])
+
+
+def _time(left: torch.Tensor, right: torch.Tensor) -> float:
+    wait = torch.cuda.synchronize if left.is_cuda else (lambda: None)
+    wait()
+    began = time.perf_counter()
+    torch.mm(left, right)
+    wait()
+    return time.perf_counter() - began
+
+
+def _device_name() -> str:
+    if current_platform().device_type == "cuda":
+        return torch.cuda.get_device_name()
+    return f"{platform.node()}, {torch.get_num_threads()} threads"

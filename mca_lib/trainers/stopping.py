@@ -1,0 +1,27 @@
+"""SIGTERM as a wish: it is remembered, and the trainer answers it at the end of the step."""
+
+import signal
+import threading
+from typing import Self
+
+EXIT_ON_SIGTERM = 128 + signal.SIGTERM
+
+
+class StopRequest:
+    """Remembers SIGTERM while it is entered. Signals reach the main thread only; elsewhere nothing is installed."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> Self:
+        self._main = threading.current_thread() is threading.main_thread()
+        if self._main:
+            self._former = signal.signal(signal.SIGTERM, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._main:
+            signal.signal(signal.SIGTERM, self._former)
+
+    def _remember(self, *_: object) -> None:
+        self.requested = True
