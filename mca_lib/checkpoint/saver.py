@@ -32,7 +32,7 @@ from mca_lib.checkpoint.collective import from_rank_0, raise_everywhere
 from mca_lib.checkpoint.model import translated_failures
 from mca_lib.checkpoint.retention import PREFIX, STATE_NAME, Retention
 from mca_lib.checkpoint.sealed import new_staging, seal
-from mca_lib.checkpoint.training import STATE_FOLDER, TrainerState, rng_name, rng_state, sharded_state
+from mca_lib.checkpoint.training import STATE_FOLDER, TrainerState, rng_name, rng_state, sharded_state, trained_part
 from mca_lib.trainers.engine import Engine
 
 
@@ -132,21 +132,25 @@ def _staged(request: AsyncRequest, live: set[int]) -> list[Any]:
     if request.preload_fn is None:
         return []  # this rank has nothing to write
     return [
-        (path, key, (texts, [(item, t.clone() if t.untyped_storage().data_ptr() in live else t) for item, t in tensors]))
+        (path, key, (texts, [(item, t.clone() if _storage(t) in live else t) for item, t in tensors]))
         for path, key, (texts, tensors) in request.preload_fn()
     ]
 
 
 def _live_storages(engine: Engine) -> Iterator[int]:
     """Addresses of all storages that a step changes."""
-    for chunk in engine.chunks:
-        for tensor in (*chunk.parameters(), *chunk.buffers()):
-            yield tensor.untyped_storage().data_ptr()
+    for chunk in engine.bare_chunks:
+        for tensor in (*trained_part(chunk).parameters(), *trained_part(chunk).buffers()):
+            yield _storage(tensor)
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        for state in optimizer.optimizer.state.values():
-            yield from (t.untyped_storage().data_ptr() for t in state.values() if isinstance(t, torch.Tensor))
         for group in optimizer.optimizer.param_groups:
-            yield from (t.untyped_storage().data_ptr() for t in group["params"])
+            yield from map(_storage, group["params"])
+        for state in optimizer.optimizer.state.values():
+            yield from (_storage(value) for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _write(

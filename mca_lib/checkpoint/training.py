@@ -85,13 +85,13 @@ def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
     with translated_failures(path / STATE_FOLDER, "read"):
         loaded = dist_checkpointing.load(sharded_state(engine, is_loading=True), str(path / STATE_FOLDER))
     for index, chunk in enumerate(engine.bare_chunks):
-        _trained(chunk).load_state_dict(loaded[f"model{index}"])
+        trained_part(chunk).load_state_dict(loaded[f"model{index}"])
     # Megatron 0.19.2 copies into leaf parameters there without no_grad of its own.
     with torch.no_grad():
         engine.optimizer.load_state_dict(loaded["optimizer"])
     engine.scheduler.step(increment=state.step)
     if state.layout == layout(engine):
-        _restore_rng(torch.load(path / rng_name(dist.get_rank()), weights_only=True))
+        restore_rng(torch.load(path / rng_name(dist.get_rank()), weights_only=True))
     else:
         seed_rank(seed + state.step)
     return state
@@ -128,14 +128,14 @@ def sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     state: dict[str, Any] = {
-        f"model{index}": _trained(chunk).sharded_state_dict(metadata=metadata)
+        f"model{index}": trained_part(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(engine.bare_chunks)
     }
     state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
 
 
-def _trained(chunk: Any) -> Any:
+def trained_part(chunk: Any) -> Any:
     """The part of a model chunk that training changes."""
     return chunk if chunk.adapters is None else chunk.adapters
 
@@ -181,7 +181,7 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
-def _restore_rng(state: dict[str, Any]) -> None:
+def restore_rng(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
     generator, keys, *rest = state["numpy"]
     np.random.set_state((generator, np.array(keys, dtype=np.uint32), *rest))

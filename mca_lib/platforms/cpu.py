@@ -179,7 +179,7 @@ MEGATRON_ANSWERS = (
            "megatron.core.optimizer.distrib_optimizer", "USING_TE_OPTIMIZER or USING_APEX_OPTIMIZER",
            "m('megatron.core.optimizer.distrib_optimizer').USING_APEX_OPTIMIZER is True"),
     Answer("megatron.core.dist_checkpointing.strategies.filesystem_async._results_queue", lambda _: queue.Queue(),
-           "else the first save spawns a manager process that imports torch again (10 s); here threads write, no process",
+           "else the first save spawns a manager process that imports torch again (10 s); threads write here",
            "megatron.core.dist_checkpointing.strategies.filesystem_async", "_results_queue = ctx.Manager().Queue()",
            "isinstance(m('megatron.core.dist_checkpointing.strategies.filesystem_async')._results_queue,"
            " __import__('queue').Queue)"),
