@@ -1,28 +1,31 @@
-"""torchrun on one machine, reachable from that machine alone: ``python -m mca_lib.launch TORCHRUN-ARGUMENTS``.
+"""torchrun that listens where it is told to and nowhere else: ``python -m mca_lib.launch TORCHRUN-ARGUMENTS``.
 
-torchrun's stores listen on every interface, whatever the rendezvous endpoint says (torch 2.15), and whoever reaches
-them can write into them. Here they are handed a socket that is bound to the loopback interface.
+torchrun's stores listen on every interface, whatever the rendezvous endpoint and the local address say (torch 2.15),
+and whoever reaches them can write into them. Here they are handed a socket that is bound to that address: 127.0.0.1 on
+one machine.
 """
 
+import signal
 import socket
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch.distributed
 from torch.distributed import TCPStore
+from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
-LOOPBACK = "127.0.0.1"
 
-
-class LoopbackStore(TCPStore):
-    """A TCPStore whose server, if this process runs it, listens on the loopback interface."""
+class NarrowStore(TCPStore):
+    """A TCPStore whose server, if this process runs it, listens on the address of `host_name` alone."""
 
     def __init__(
         self, host_name: str, port: int, world_size: int | None = None, is_master: bool = False, **options: Any
     ) -> None:
         if is_master:
-            with socket.create_server((LOOPBACK, port)) as listener:
-                host_name, port = LOOPBACK, listener.getsockname()[1]
+            with socket.create_server((_address(host_name), port)) as listener:
+                host_name, port = listener.getsockname()[:2]
                 options["master_listen_fd"] = listener.detach()
         super().__init__(host_name, port, world_size, is_master, **options)
 
@@ -30,11 +33,27 @@ class LoopbackStore(TCPStore):
 def main() -> None:
     """Run torchrun with the arguments of this process."""
     # The two names by which torchrun's rendezvous knows the class.
-    c10d_rendezvous_backend.TCPStore = LoopbackStore
-    torch.distributed.TCPStore = LoopbackStore
+    c10d_rendezvous_backend.TCPStore = NarrowStore
+    torch.distributed.TCPStore = NarrowStore
+    # Slurm sends a signal to every process of a job, and our supervisor passes it on too. torchrun (2.15) raises at
+    # each: a second one would end it while its ranks are writing their checkpoint, and they die with it.
+    api._terminate_process_handler = _once(api._terminate_process_handler)
     from torch.distributed.run import main as torchrun
 
     torchrun()
+
+
+def _address(host_name: str) -> str:
+    """torchrun's own default for one machine is the name `localhost`, which is to mean IPv4."""
+    return "127.0.0.1" if host_name == "localhost" else host_name
+
+
+def _once(handler: Callable[[int, FrameType | None], None]) -> Callable[[int, FrameType | None], None]:
+    def first(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_IGN)
+        handler(number, frame)
+
+    return first
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from mca_lib.errors import UserError
 from mca_lib.job import disk_error
 
 ERRORS_VARIABLE = "MCAFLOW_RANK_ERRORS"
+LAUNCHER_FAILURE = "launcher.json"
 PR_SET_PDEATHSIG = 1
 
 
@@ -55,13 +56,27 @@ def report_failure(error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
     }
-    path = Path(directory) / f"rank-{rank}.json"
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(failure))
-    os.replace(temporary, path)
+    _write(Path(directory) / f"rank-{rank}.json", failure)
+
+
+def report_launcher_failure(directory: Path, message: str, user: UserError | None = None) -> None:
+    """Write what ended the ranks from outside: a machine that was lost, a job out of time, or a mistake of the user."""
+    failure = {"ok": False, "kind": "user" if user else "launcher", "message": message, "time": time.time()}
+    _write(directory / LAUNCHER_FAILURE, failure | {"type": type(user).__name__})
 
 
 def first_failure(directory: Path) -> dict[str, Any] | None:
-    """The earliest failure that ranks have written; a user's mistake goes before what followed from it."""
-    failures = [json.loads(path.read_text()) for path in directory.glob("rank-*.json")]
-    return min(failures, key=lambda failure: (failure["kind"] != "user", failure["time"]), default=None)
+    """The cause among the failures that were written.
+
+    A user's mistake goes before what followed from it, and what befell a machine before the ranks that then lost their
+    connections; among ranks the earliest counts.
+    """
+    failures = [json.loads(path.read_text()) for path in directory.glob("*.json")]
+    order = {"user": 0, "launcher": 1, "internal": 2}
+    return min(failures, key=lambda failure: (order[failure["kind"]], failure["time"]), default=None)
+
+
+def _write(path: Path, failure: dict[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(failure))
+    os.replace(temporary, path)

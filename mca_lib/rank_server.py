@@ -197,11 +197,11 @@ def _join(rank: int, world_size: int, ports: tuple[int, int]) -> None:
     """The default process group. Rank 0 listens on a free port of the kernel's choice and tells the others."""
     import torch.distributed as dist
 
-    from mca_lib.launch import LoopbackStore
+    from mca_lib.launch import NarrowStore
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if rank == 0:
-        store = LoopbackStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        store = NarrowStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
         os.write(ports[1], f"{store.port:06d}".encode() * (world_size - 1))
     else:
         store = dist.TCPStore("127.0.0.1", int(os.read(ports[0], 6)), world_size, is_master=False)

@@ -1,31 +1,26 @@
-"""Stage *train*: torchrun on Megatron-Core.
+"""Stage *train*: Megatron-Core on all ranks.
 
 identity    the training section; LoRA's or DPO's section where it is used
 inputs      the converted checkpoint; the train split of the data set
 execution   the parallel layout, the launcher, micro batch, checkpoint and log cadence
-body        torchrun of `mca_lib.run_train`, resuming from the checkpoints in the work folder; then the job `digest`
-            over the trained checkpoint
+body        `mca_lib.run_train` in all ranks (`tasks.launchers`), resuming from the checkpoints in the work folder;
+            then the job `digest` over the trained checkpoint
 output      an MCA checkpoint; with LoRA the adapter alone, as a PEFT directory
 """
 
 import json
-import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mca_lib import errors
 from mca_lib.adapters.targets import target_names
-from mca_lib.errors import ConfigError, UserError
+from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout_rules import check_training_layout
-from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
-from tasks.errors import StageFailed
+from tasks.launchers import launch
 from tasks.links import link_tree
-from tasks.process import CommandFailed, redact
 from tasks.store import Artifact
 from tasks.training_config import (
     DpoConfig,
@@ -40,7 +35,6 @@ from tasks.training_config import (
 RESULT_NAME = "train_result.json"
 # fp32 weights and two Adam moments for each weight of 2 bytes, and the weights themselves.
 CHECKPOINT_PER_WEIGHT_BYTE = 7
-TRACEBACK_LINES = 25
 
 
 @dataclass(frozen=True)
@@ -100,27 +94,9 @@ class TrainStage(Stage):
         return Produced(digest=digest["digest"], parts=digest["parts"], stats=stats)
 
     def _launch(self, ctx: StageContext, final: Path) -> None:
-        """Run all ranks to their end. Raises the user's error of the first rank that failed, or StageFailed."""
-        arguments, failures = ctx.work / "arguments.json", ctx.work / "failures"
+        arguments = ctx.work / "arguments.json"
         arguments.write_text(json.dumps(self._arguments(ctx.work, final), indent=1))
-        shutil.rmtree(failures, ignore_errors=True)
-        failures.mkdir()
-        command = [
-            *(sys.executable, "-m", "mca_lib.launch", "--nnodes=1"),
-            f"--nproc-per-node={self.launcher.nproc_per_node}",
-            f"--max-restarts={self.launcher.max_restarts}",
-            # A free port. mca_lib.launch is torchrun, listening on this machine only.
-            *("--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"),
-            *("-m", "mca_lib.run_train", str(arguments)),
-        ]
-        env = {"OMP_NUM_THREADS": str(self.launcher.omp_num_threads), ERRORS_VARIABLE: str(failures)}
-        try:
-            ctx.run_command(command, log_name="train", env=env)
-        except CommandFailed as error:
-            failure = first_failure(failures)
-            if failure is None:
-                raise
-            raise _as_exception(failure, error.log_path) from None
+        launch(ctx, self.launcher, "mca_lib.run_train", arguments, log_name="train")
 
     def _arguments(self, work: Path, final: Path) -> dict[str, Any]:
         """What `mca_lib.run_train` reads."""
@@ -196,13 +172,3 @@ class TrainStage(Stage):
             "save_steps": training.save_steps or 1,
             "save_total_limit": training.save_total_limit,
         }
-
-
-def _as_exception(failure: dict[str, Any], log_path: Path) -> Exception:
-    """The failure of a rank as this process raises it: one line for a user's mistake, a traceback for a defect."""
-    message = redact(failure["message"])
-    if failure["kind"] == "user":
-        kind = getattr(errors, failure["type"], UserError)
-        return kind(message) if issubclass(kind, UserError) else UserError(message)
-    trace = "\n".join(redact(failure["traceback"]).splitlines()[-TRACEBACK_LINES:])
-    return StageFailed(f"train: rank {failure['rank']}: {failure['type']}: {message}; log: {log_path}\n{trace}")

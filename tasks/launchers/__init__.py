@@ -1,0 +1,98 @@
+"""How the ranks of a training are started: one command for each kind of launcher, all else alike.
+
+    kind    command                  the ranks are
+    local   mca_lib.launch           on this machine
+    nodes   mca_lib.nodes head       on this machine and on those where `mcaflow agent` runs
+    slurm   tasks.launchers.slurm    in a job, which the command submits and waits for
+
+Each command is a supervised child (`tasks.process`), so logs, progress and the end are the same: SIGTERM makes the
+ranks write a checkpoint and end with 143, and nothing outlives the stage. A failure is raised as its cause: a mistake
+of the user that a rank or the launcher found, what befell a machine or the job, or the first rank that failed.
+"""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mca_lib import errors
+from mca_lib.errors import UserError
+from mca_lib.launch_plan import LaunchPlan
+from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
+from tasks.contract import StageContext
+from tasks.errors import StageFailed
+from tasks.process import GRACE_SECONDS, CommandFailed, redact
+from tasks.training_config import LauncherConfig
+
+PLAN_NAME = "launch.json"
+TRACEBACK_LINES = 25
+
+
+class Command(NamedTuple):
+    """What a kind of launcher runs, and the seconds that it may take to end after SIGTERM."""
+
+    argv: list[str]
+    grace: float = GRACE_SECONDS
+
+
+def launch(
+    ctx: StageContext,
+    launcher: LauncherConfig,
+    module: str,
+    arguments: Path,
+    *,
+    env: Mapping[str, str] | None = None,
+    log_name: str,
+) -> None:
+    """Run `python -m MODULE ARGUMENTS` in all ranks to their end.
+
+    Raises:
+        UserError: what the first rank found, or the launcher: machines that did not come, a job that was refused.
+        StageFailed: a rank, a machine or the job failed.
+    """
+    failures = ctx.work / "failures"
+    shutil.rmtree(failures, ignore_errors=True)
+    failures.mkdir()
+    plan = LaunchPlan(
+        module=module,
+        arguments=str(arguments),
+        logs=str(ctx.logs),
+        log_name=log_name,
+        nproc_per_node=launcher.nproc_per_node,
+        nnodes=launcher.nnodes,
+        max_restarts=launcher.max_restarts,
+        env=_environment(launcher) | {ERRORS_VARIABLE: str(failures)} | dict(env or {}),
+    )
+    command = _COMMANDS[launcher.kind](ctx, launcher, plan)
+    try:
+        ctx.run_command(command.argv, log_name=log_name, env=plan.env, grace=command.grace)
+    except CommandFailed as error:
+        failure = first_failure(failures)
+        if failure is None:
+            raise
+        raise _as_exception(failure, log_name, error.log_path) from None
+
+
+def _local(ctx: StageContext, launcher: LauncherConfig, plan: LaunchPlan) -> Command:
+    return Command(plan.on_this_machine)
+
+
+_COMMANDS: dict[str, Callable[[StageContext, LauncherConfig, LaunchPlan], Command]] = {"local": _local}
+
+
+def _environment(launcher: LauncherConfig) -> dict[str, str]:
+    """Of every rank on every machine."""
+    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if launcher.interface else ()
+    return {"OMP_NUM_THREADS": str(launcher.omp_num_threads)} | dict.fromkeys(names, launcher.interface or "")
+
+
+def _as_exception(failure: dict[str, Any], name: str, log_path: Path) -> Exception:
+    """A failure as this process raises it: one line for a user's mistake, a traceback for a rank's defect."""
+    message = redact(failure["message"])
+    if failure["kind"] == "user":
+        kind = getattr(errors, failure["type"], UserError)
+        return kind(message) if issubclass(kind, UserError) else UserError(message)
+    if failure["kind"] == "launcher":
+        return StageFailed(f"{name}: {message}; log: {log_path}")
+    trace = "\n".join(redact(failure["traceback"]).splitlines()[-TRACEBACK_LINES:])
+    return StageFailed(f"{name}: rank {failure['rank']}: {failure['type']}: {message}; log: {log_path}\n{trace}")
