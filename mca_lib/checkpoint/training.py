@@ -89,7 +89,8 @@ def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
     # Megatron 0.19.2 copies into leaf parameters there without no_grad of its own.
     with torch.no_grad():
         engine.optimizer.load_state_dict(loaded["optimizer"])
-    engine.scheduler.step(increment=state.step)
+    engine.skipped_steps = loaded["skipped_steps"]
+    engine.scheduler.step(increment=state.step - engine.skipped_steps)
     if state.layout == layout(engine):
         restore_rng(torch.load(path / rng_name(dist.get_rank()), weights_only=True))
     else:
@@ -131,6 +132,7 @@ def sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
         f"model{index}": trained_part(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(engine.bare_chunks)
     }
+    state["skipped_steps"] = engine.skipped_steps
     state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
 

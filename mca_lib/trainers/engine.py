@@ -5,7 +5,7 @@ One object per rank. It knows tensors and process groups; rows, files and logs a
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,11 +15,12 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module, MegatronModule
 
+from mca_lib.errors import ConfigError
 from mca_lib.parallel import pipeline_communication
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import MicroBatch
 from mca_lib.trainers.loss import Objective, SummedLoss, TokenObjective
-from mca_lib.trainers.optimizer import make_optimizer, make_scheduler
+from mca_lib.trainers.optimizer import MIN_LOSS_SCALE, make_optimizer, make_scheduler
 from mca_lib.trainers.training_args import TrainingArguments
 
 
@@ -35,7 +36,9 @@ class StepMetrics:
     tokens: int
     """Tokens that went through the model, padding excluded."""
     grad_norm: float
-    """Before clipping; nan for an evaluation."""
+    """Before clipping; nan for an evaluation, inf where fp16 gradients overflowed."""
+    updated: bool = True
+    """False where fp16 gradients overflowed: the weights are as before, and the loss scale is lower."""
 
     @property
     def means(self) -> dict[str, float]:
@@ -71,18 +74,25 @@ class Engine:
         self.chunks = [self._wrap(chunk) for chunk in self.bare_chunks]
         self.optimizer = make_optimizer(args, self.chunks)
         self.scheduler = make_scheduler(args, self.optimizer, total_steps)
+        self.skipped_steps = 0
+        """Steps of the run without an update, which the schedule does not count."""
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
         self._run = get_forward_backward_func()
 
     def train_step(self, batches: Sequence[MicroBatch]) -> StepMetrics:
-        """Forward, backward, clip, update. All ranks take part, with as many micro batches each."""
-        for chunk in self.chunks:
-            chunk.train()
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        reports = self._forward_backward(batches, self.objective, forward_only=False)
-        _, grad_norm, _ = self.optimizer.step()
+        """Forward, backward, clip, update. All ranks take part, with as many micro batches each.
+
+        A step whose fp16 gradients overflow updates nothing, and the learning rate stays where it is.
+
+        Raises:
+            ConfigError: the loss scale of fp16 is at its minimum.
+        """
+        reports = self._gradients(batches)
+        updated, grad_norm, _ = self.optimizer.step()
+        if not updated:
+            self._skip()
+            return replace(self._metrics(reports, batches, math.inf), updated=False)
         self.scheduler.step(increment=1)
         return self._metrics(reports, batches, float(grad_norm))
 
@@ -110,6 +120,12 @@ class Engine:
         """How evenly the experts were loaded since the last call, the same on every rank; empty without experts."""
         return {}
 
+    def scaling_measures(self) -> dict[str, float]:
+        """The loss scale, and how many steps were skipped because it was too high; empty but in fp16."""
+        if not self.args.fp16:
+            return {}
+        return {"loss_scale": float(self.optimizer.get_loss_scale()), "skipped_steps": self.skipped_steps}
+
     @property
     def learning_rate(self) -> float:
         """Of the next step."""
@@ -120,6 +136,23 @@ class Engine:
         raised = torch.tensor(int(flag), device=self.device)
         dist.all_reduce(raised, op=dist.ReduceOp.MAX)
         return bool(raised)
+
+    def _gradients(self, batches: Sequence[MicroBatch]) -> list[dict[str, torch.Tensor]]:
+        """What the objective reports; the gradients of the step are in the buffers then."""
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        return self._forward_backward(batches, self.objective, forward_only=False)
+
+    def _skip(self) -> None:
+        self.skipped_steps += 1
+        scale = float(self.optimizer.get_loss_scale())
+        if scale <= MIN_LOSS_SCALE:
+            raise ConfigError(
+                f"training diverged: the loss scale of fp16 fell to its minimum {scale:g}, so gradients overflow "
+                f"at any scale; use bf16, or lower learning_rate={self.args.learning_rate}"
+            )
 
     def _forward_backward(
         self, batches: Sequence[MicroBatch], objective: Objective, *, forward_only: bool
@@ -160,7 +193,7 @@ class Engine:
             overlap_grad_reduce=False,
             bucket_size=None,
         )
-        inner = Float16Module(config, chunk.bfloat16()) if self.args.bf16 else chunk
+        inner = Float16Module(config, chunk) if self.args.bf16 or self.args.fp16 else chunk
         return DistributedDataParallel(config, ddp_config, inner)
 
 

@@ -10,6 +10,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mca_lib.trainers.training_args import TrainingArguments
 
+INITIAL_LOSS_SCALE, MIN_LOSS_SCALE = 2.0**10, 2.0**-16
+"""Of a loss that is summed over tokens; of a mean over N tokens they would be N times as large, as Megatron's are."""
+
 
 def make_optimizer(args: TrainingArguments, chunks: Sequence[DistributedDataParallel]) -> MegatronOptimizer:
     """AdamW over the trainable weights of this rank's chunks."""
@@ -24,10 +27,18 @@ def make_optimizer(args: TrainingArguments, chunks: Sequence[DistributedDataPara
         # Megatron computes the norm only when it clips; an infinite threshold measures without clipping.
         clip_grad=args.max_grad_norm or math.inf,
         bf16=args.bf16,
+        fp16=args.fp16,
+        initial_loss_scale=INITIAL_LOSS_SCALE,
+        min_loss_scale=MIN_LOSS_SCALE,
         params_dtype=args.params_dtype,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
-    return get_megatron_optimizer(config, list(chunks))
+    optimizer = get_megatron_optimizer(config, list(chunks))
+    # A checkpoint may be due before the first update, where the first steps of fp16 are skipped.
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.init_state_fn is not None:
+            part.init_state_fn(part.optimizer, config)
+    return optimizer
 
 
 def make_scheduler(args: TrainingArguments, optimizer: MegatronOptimizer, total_steps: int) -> OptimizerParamScheduler:

@@ -241,7 +241,8 @@ class McaTrainer:
         return step_flops(self.model.mca_config, store.document_lengths[np.concatenate(spans)], self._adapter_elements)
 
     def _check_finite(self, step: int, metrics: StepMetrics) -> None:
-        for name, value in (("loss", metrics.loss if metrics.count else 0.0), ("grad_norm", metrics.grad_norm)):
+        grad_norm = metrics.grad_norm if metrics.updated else 0.0  # an overflow of fp16 is answered by a lower scale
+        for name, value in (("loss", metrics.loss if metrics.count else 0.0), ("grad_norm", grad_norm)):
             if not math.isfinite(value):
                 rows = self.schedule.rows(step - 1)
                 raise ConfigError(
@@ -260,6 +261,7 @@ class McaTrainer:
                 **means,
                 "grad_norm": metrics.grad_norm,
                 "learning_rate": learning_rate,
+                **self.engine.scaling_measures(),
                 **meter.read(step),
                 "memory_mb": round(current_platform().peak_memory_bytes() / 2**20, 1),
                 **self.engine.expert_measures(),

@@ -21,7 +21,7 @@ from mca_lib.trainers.tracking import check_trackers
 # Fields of transformers' TrainingArguments that have their effect here.
 # fmt: off
 HONOURED = frozenset({
-    "output_dir", "do_eval", "seed", "bf16", "use_cpu",
+    "output_dir", "do_eval", "seed", "bf16", "fp16", "use_cpu",
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
     "num_train_epochs", "max_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
@@ -127,6 +127,11 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             raise ConfigError(f"decay_style={self.decay_style!r}: use linear, cosine or minus_sqrt")
         if not 0 < self.decay_ratio <= 1:
             raise ConfigError(f"decay_ratio={self.decay_ratio}: use a share of the steps above 0, at most 1")
+        if self.fp16 and self.expert_model_parallel_size > 1:
+            # Megatron (0.19.2) has an optimizer for spread experts whose loss scale moves by itself.
+            raise ConfigError(
+                f"fp16=True with expert_model_parallel_size={self.expert_model_parallel_size}: use bf16, or size 1"
+            )
         if self.recompute_granularity not in ("none", "selective", "full"):
             raise ConfigError(f"recompute_granularity={self.recompute_granularity!r}: use none, selective or full")
         if self.save_strategy is SaveStrategy.BEST:
@@ -141,7 +146,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
 
     @property
     def params_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.bf16 else torch.float32
+        return torch.bfloat16 if self.bf16 else torch.float16 if self.fp16 else torch.float32
 
     def batch_shape(self, world_size: int) -> BatchShape:
         """How a step is spread over `world_size` ranks. Raises ConfigError when it cannot be."""

@@ -17,8 +17,8 @@ OPTIONS = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2}  # 10 
 LAYOUTS = {
     "one rank": (1, {}),
     "DP2 bf16": (2, {"bf16": True}),
-    "DP2 without the distributed optimizer": (2, {"use_distributed_optimizer": False}),
-    "TP2": (2, {"tensor_model_parallel_size": 2}),
+    "DP2 fp16 without the distributed optimizer": (2, {"fp16": True, "use_distributed_optimizer": False}),
+    "TP2 fp16": (2, {"fp16": True, "tensor_model_parallel_size": 2}),
     "PP2 in two chunks": (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
 }
 

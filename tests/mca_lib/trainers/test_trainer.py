@@ -147,12 +147,54 @@ def test_the_schedule_ends_at_the_minimum_learning_rate(ranks, folder):
     assert values[0]["log"][-1]["learning_rate"] == pytest.approx(1e-3, rel=0.02)
 
 
-def test_bf16_follows_fp32(ranks, folder):
+@pytest.mark.parametrize(("precision", "tolerance"), [("bf16", 0.02), ("fp16", 0.003)])
+def test_half_precision_follows_fp32(ranks, folder, precision, tolerance):
     places = f"{folder}/model", f"{folder}/store"
-    fp32, bf16 = (ranks(1, train, *places, f"{folder}/{x}", {"max_steps": 10, "bf16": x}) for x in (False, True))
-    # bf16 has 8 bits of mantissa: 0.4 % a rounding.
-    np.testing.assert_allclose(history(bf16)[:, 0], history(fp32)[:, 0], rtol=0.02)
-    assert not np.array_equal(history(bf16), history(fp32))
+    fp32, half = (
+        ranks(1, train, *places, f"{folder}/{precision} {x}", {"max_steps": 10, precision: x}) for x in (False, True)
+    )
+    # A rounding is 0.4 % in bf16 with its 8 bits of mantissa, 0.05 % in fp16 with 11.
+    np.testing.assert_allclose(history(half)[:, 0], history(fp32)[:, 0], rtol=tolerance)
+    assert not np.array_equal(history(half), history(fp32))
+    assert ("loss_scale" in half[0]["log"][0]) == (precision == "fp16")
+
+
+def train_from_a_scale(model: str, store: str, out: str, options: dict[str, Any], scale: float) -> dict[str, Any]:
+    """Train with another loss scale to begin with."""
+    from mca_lib.trainers import optimizer
+
+    optimizer.INITIAL_LOSS_SCALE = scale
+    return train(model, store, out, options)
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (2, {"pipeline_model_parallel_size": 2})])
+def test_steps_whose_fp16_gradients_overflow_are_skipped(ranks, folder, world_size, layout):
+    out, options = f"{folder}/overflow {world_size}", {"max_steps": 12, "fp16": True, "warmup_steps": 4, **layout}
+    values = ranks(world_size, train_from_a_scale, f"{folder}/model", f"{folder}/store", out, options, 2.0**16)
+    log = values[0]["log"]
+    skipped = [line["grad_norm"] is None for line in log]
+    assert skipped[:2] == [True, True]
+    assert sum(skipped) == log[-1]["skipped_steps"] < 8
+    # Two overflows for the first halving, then one for each.
+    assert log[-1]["loss_scale"] == 2.0 ** (16 - (sum(skipped) - 1))
+    updates = [step - sum(skipped[:step]) for step in range(12)]
+    rates = [line["learning_rate"] for line in log if updates[line["step"] - 1] <= 4]
+    expected = [HYPERPARAMETERS["learning_rate"] * done / 4 for done in updates if done <= 4]
+    assert rates == pytest.approx(expected), "the schedule counts updates"
+
+
+def test_fp16_that_overflows_at_any_scale_is_an_error(ranks, folder):
+    out, options = f"{folder}/no scale", {"max_steps": 9, "fp16": True}
+    with pytest.raises(RankError, match=r"ConfigError: training diverged: the loss scale of fp16 fell to its minimum"):
+        ranks(1, train_without_a_scale, f"{folder}/model", f"{folder}/store", out, options)
+
+
+def train_without_a_scale(model: str, store: str, out: str, options: dict[str, Any]) -> None:
+    """Train with gradients that no scale can hold."""
+    from mca_lib.trainers import engine
+
+    engine.MIN_LOSS_SCALE = 2.0**25
+    train_from_a_scale(model, store, out, options, 2.0**26)
 
 
 def test_without_clipping_the_gradient_norm_is_still_measured(ranks, folder):
