@@ -25,6 +25,7 @@ from tasks.training_config import (
     LoraConfig,
     ParallelConfig,
     TrainingConfig,
+    best_problems,
     preference_problems,
     training_problems,
 )
@@ -92,6 +93,7 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
         yield "training.min_learning_rate: greater than training.learning_rate"
     yield from training_problems(training, config.parallel, config.launcher)
     yield from preference_problems(training, config.dpo)
+    yield from best_problems(training, held_out=bool(dataset.eval_files) or dataset.eval_fraction > 0)
 
 
 class _UniqueKeys(yaml.SafeLoader):

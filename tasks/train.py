@@ -28,6 +28,7 @@ from tasks.training_config import (
     LoraConfig,
     ParallelConfig,
     TrainingConfig,
+    best_problems,
     preference_problems,
     training_problems,
 )
@@ -57,10 +58,15 @@ class TrainStage(Stage):
             "lora": self.lora if self.training.finetuning_type == "lora" else None,
             "dpo": self.dpo if self.training.stage == "dpo" else None,
         }
-        return self.training.identity() | {name: config.identity() for name, config in used.items() if config}
+        # Execution otherwise, these decide which model is the best.
+        best = {"eval_steps": self.training.eval_steps} if self.training.load_best_model_at_end else {}
+        return self.training.identity() | best | {name: config.identity() for name, config in used.items() if config}
 
     def inputs(self) -> dict[str, Input]:
-        return {"checkpoint": Input.of(self.checkpoint), "dataset": Input.of(self.dataset, "train")}
+        inputs = {"checkpoint": Input.of(self.checkpoint), "dataset": Input.of(self.dataset, "train")}
+        if self.training.load_best_model_at_end and "eval" in self.dataset.parts:
+            inputs["held out"] = Input.of(self.dataset, "eval")
+        return inputs
 
     @property
     def _trains_adapters(self) -> bool:
@@ -75,7 +81,8 @@ class TrainStage(Stage):
 
     def produce(self, ctx: StageContext) -> Produced:
         problems = training_problems(self.training, self.parallel, self.launcher)
-        for problem in (*problems, *preference_problems(self.training, self.dpo)):
+        best = best_problems(self.training, held_out="eval" in self.dataset.parts)
+        for problem in (*problems, *preference_problems(self.training, self.dpo), *best):
             raise ConfigError(problem)
         config = McaModelConfig.from_pretrained(self.checkpoint.path)
         check_training_layout(config, self.parallel)

@@ -234,6 +234,16 @@ def option_problems(training: TrainingConfig) -> Iterator[str]:
         )
 
 
+def best_problems(training: TrainingConfig, *, held_out: bool) -> Iterator[str]:
+    """What `load_best_model_at_end` needs and is not there: `field: reason`. `held_out`: rows to evaluate on exist."""
+    if not training.load_best_model_at_end:
+        return
+    if not training.eval_steps:
+        yield "training.load_best_model_at_end: needs evaluations to choose from; set training.eval_steps"
+    if not held_out:
+        yield "training.load_best_model_at_end: no rows are held out; set dataset.eval_fraction or dataset.eval_files"
+
+
 def preference_problems(training: TrainingConfig, dpo: DpoConfig) -> Iterator[str]:
     """Fields of the section `dpo` that do not go together: `field: reason`."""
     if training.stage != "dpo":

@@ -142,10 +142,11 @@ def _live_storages(engine: Engine) -> Iterator[int]:
     for chunk in engine.bare_chunks:
         for tensor in (*trained_part(chunk).parameters(), *trained_part(chunk).buffers()):
             yield _storage(tensor)
-    for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
-        for group in optimizer.optimizer.param_groups:
+    found = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
+    for optimizer in filter(None, (each.optimizer for each in found)):
+        for group in optimizer.param_groups:
             yield from map(_storage, group["params"])
-        for state in optimizer.optimizer.state.values():
+        for state in optimizer.state.values():
             yield from (_storage(value) for value in state.values() if isinstance(value, torch.Tensor))
 
 

@@ -34,6 +34,7 @@ from mca_lib.models import VirtualModels
 from mca_lib.models.flops import step_flops
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import Alignment, MicroBatch, collate
+from mca_lib.trainers.best import BestModel, best_identity
 from mca_lib.trainers.callbacks import Callbacks
 from mca_lib.trainers.engine import Engine, StepMetrics
 from mca_lib.trainers.identity import run_identity
@@ -87,6 +88,7 @@ class McaTrainer:
         self.final_dir = Path(args.final_dir) if args.final_dir else self.output_dir / "final"
         keep = Retention(args.save_total_limit, args.save_keep_every)
         self._saver = CheckpointSaver(self.output_dir, self.engine, keep)
+        self._best = BestModel(self.output_dir, model) if args.load_best_model_at_end else None
         self._alignment = Alignment.of(args)
         self._is_rank_0 = dist.get_rank() == 0
         self.callbacks = Callbacks(callbacks, args, model, self.engine, self.schedule)
@@ -142,7 +144,10 @@ class McaTrainer:
             held_out = self._evaluate_and_log(step)
         self._saver.finish()
         self._tell_saved()
-        self.save_model(self.final_dir)
+        if self._best:
+            self._best.publish(self.final_dir)
+        else:
+            self.save_model(self.final_dir)
         return self._finish(step, totals, loss, held_out)
 
     def evaluate(self) -> StepMetrics:
@@ -193,12 +198,15 @@ class McaTrainer:
         if found is None:
             return 0, Totals()
         state = load_checkpoint(found, self.engine, self.args.seed)
+        if self._best:
+            self._best.found = state.best
         log.info("resuming from %s", found)
         return state.step, Totals(**state.totals)
 
     def _save(self, step: int, totals: Totals) -> None:
         totals.callbacks = self.callbacks.to_save()
-        state = TrainerState(step, totals.to_dict(), self._run_identity(), layout(self.engine))
+        best = self._best.found if self._best else None
+        state = TrainerState(step, totals.to_dict(), self._run_identity(), layout(self.engine), best)
         self._saver.begin(state, going_on=self.args.async_save)
         if not self.args.async_save:
             self._saver.finish()
@@ -212,7 +220,8 @@ class McaTrainer:
 
     def _run_identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be resumed; the layout may differ."""
-        return run_identity(self.model, self.args, self.train_dataset, self.schedule, self.shape)
+        identity = run_identity(self.model, self.args, self.train_dataset, self.schedule, self.shape)
+        return identity | best_identity(self.args, self.eval_dataset)
 
     def _batches(self, store: TokenStore, rows: Sequence[int], shape: BatchShape) -> list[MicroBatch]:
         """This rank's micro batches of one step; all of one length where pipeline stages exchange them."""
@@ -276,6 +285,8 @@ class McaTrainer:
         measures |= {"eval_runtime": round(time.monotonic() - began, 3), "epoch": self.schedule.epoch_at(step)}
         self._write(step, measures)
         self.callbacks.evaluated(finite(measures))
+        if self._best:
+            self._best.offer(step, means["loss"])
         return means
 
     def _write(self, step: int, measures: dict[str, float]) -> None:

@@ -27,7 +27,7 @@ HONOURED = frozenset({
     "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
     "logging_strategy", "logging_steps", "logging_first_step", "report_to", "run_name",
     "save_strategy", "save_steps", "save_total_limit", "eval_strategy", "eval_steps",
-    "metric_for_best_model", "greater_is_better",
+    "metric_for_best_model", "greater_is_better", "load_best_model_at_end",
 })
 # Fields without effect on the result, which callers of transformers set by habit.
 HARMLESS = frozenset({
@@ -116,11 +116,19 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
         trackers = [] if trackers == ["none"] else trackers
         check_trackers(trackers)
         self.report_to = []
+        # transformers ties it to the checkpoints, which here are others than the weights that are kept.
+        best, self.load_best_model_at_end = self.load_best_model_at_end, False
+        if best:
+            self.metric_for_best_model = self.metric_for_best_model or "loss"
         try:
             super().__post_init__()
         except (ValueError, TypeError) as error:
             raise ConfigError(" ".join(str(error).split())) from None
-        self.report_to = trackers
+        self.report_to, self.load_best_model_at_end = trackers, best
+        if best and self.eval_strategy is IntervalStrategy.NO:
+            raise ConfigError("load_best_model_at_end=True needs evaluations: set eval_strategy to steps or epoch")
+        if best and self.metric_for_best_model not in ("loss", "eval_loss"):
+            raise ConfigError(f"metric_for_best_model={self.metric_for_best_model!r}: the best model is that of 'loss'")
         if self.lr_scheduler_type.value not in SCHEDULES:
             raise ConfigError(f"lr_scheduler_type={self.lr_scheduler_type.value!r}: use one of {sorted(SCHEDULES)}")
         if self.decay_style not in ("linear", "cosine", "minus_sqrt"):
