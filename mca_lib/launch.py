@@ -15,6 +15,9 @@ import torch.distributed
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+from torch.distributed.launcher import api as launcher
+
+from mca_lib.restarts import RestartingAgent
 
 
 class NarrowStore(TCPStore):
@@ -38,6 +41,7 @@ def main() -> None:
     # Slurm sends a signal to every process of a job, and our supervisor passes it on too. torchrun (2.15) raises at
     # each: a second one would end it while its ranks are writing their checkpoint, and they die with it.
     api._terminate_process_handler = _once(api._terminate_process_handler)
+    launcher.LocalElasticAgent = RestartingAgent
     from torch.distributed.run import main as torchrun
 
     torchrun()

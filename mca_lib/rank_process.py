@@ -56,7 +56,12 @@ def report_failure(error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
     }
-    _write(Path(directory) / f"rank-{rank}.json", failure)
+    _write(rank_failure(Path(directory), rank), failure)
+
+
+def rank_failure(directory: Path, rank: int) -> Path:
+    """Where a rank writes its failure."""
+    return directory / f"rank-{rank}.json"
 
 
 def report_launcher_failure(directory: Path, message: str, user: UserError | None = None) -> None:

@@ -1,0 +1,83 @@
+"""Ranks that die are started again from the newest checkpoint; what would fail again is not tried again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mca_lib.rank_process import ERRORS_VARIABLE
+from mca_lib.trainers.progress import read_log
+from tests.mca_lib.trainers.training import HYPERPARAMETERS, history, make_model, make_store, read_json, train
+
+ATTEMPT = """
+import os, signal, sys
+from pathlib import Path
+from mca_lib.errors import ConfigError
+from mca_lib.rank_process import report_failure
+attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
+Path(sys.argv[1], f"{attempt}-{rank}").touch()
+if rank == "1" and attempt == "0":
+    if sys.argv[2] == "word":
+        report_failure(ConfigError("mend this"))
+        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.argv[2] == "defect":
+        report_failure(ValueError("once"))
+        sys.exit(1)
+    sys.exit(int(sys.argv[2]))
+if rank == "0" and attempt == "0":
+    signal.pause()
+"""
+DYING = """
+import os, signal
+from mca_lib.run_train import main
+from tests.mca_lib.trainers.training import kill_in_step
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    kill_in_step(7, signal.SIGKILL)
+main()
+"""
+
+
+def launch(folder: Path, script: str, *arguments: object) -> tuple[int, str]:
+    """Two ranks with two restarts. Returns exit status and output."""
+    (folder / "failures").mkdir(parents=True)
+    (folder / "rank.py").write_text(script)
+    options = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"]
+    where = ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", folder / "rank.py"]
+    command = [sys.executable, "-m", "mca_lib.launch", *options, *where, *arguments]
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), ERRORS_VARIABLE: str(folder / "failures"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(("ending", "attempts"), [("2", 1), ("143", 1), ("word", 1), ("defect", 2)])
+def test_a_mistake_of_the_user_and_sigterm_are_not_tried_again(tmp_path, ending, attempts):
+    (tmp_path / "started").mkdir()
+    status, output = launch(tmp_path / "run", ATTEMPT, tmp_path / "started", ending)
+    assert len(list((tmp_path / "started").glob("*-1"))) == attempts, output
+    assert (status == 0) == (attempts > 1)
+    left = [json.loads(path.read_text())["kind"] for path in (tmp_path / "run/failures").iterdir()]
+    assert left == (["user"] if ending == "word" else []), "what was recovered from is no failure any more"
+    assert ("all ranks are started again after" in output) == (ending == "defect")
+
+
+def test_a_rank_that_is_killed_costs_the_steps_since_the_newest_checkpoint(ranks, tmp_path):
+    ranks(1, make_model, tmp_path / "model", 0.1)
+    store = make_store(tmp_path / "store", rows=18)
+    options = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2, "async_save": True}
+    places = {
+        "model_name_or_path": str(tmp_path / "model"),
+        "token_store": str(store),
+        "output_dir": str(tmp_path / "out"),
+    }
+    arguments = tmp_path / "arguments.json"
+    arguments.write_text(json.dumps({**HYPERPARAMETERS, **options, **places, "do_eval": False}))
+    status, output = launch(tmp_path / "run", DYING, arguments)
+    assert status == 0, output
+    assert "resuming from" in output
+    straight = ranks(2, train, str(tmp_path / "model"), str(store), str(tmp_path / "straight"), options)
+    assert (history([{"log": read_log(tmp_path / "out")}]) == history(straight)).all()
+    for name in ("train_loss", "final_loss", "tokens"):
+        assert read_json(tmp_path / "out/train_result.json")[name] == straight[0]["result"][name]
