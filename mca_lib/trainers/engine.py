@@ -96,6 +96,16 @@ class Engine:
         self.scheduler.step(increment=1)
         return self._metrics(reports, batches, float(grad_norm))
 
+    def try_step(self, batches: Sequence[MicroBatch]) -> tuple[float, bool]:
+        """Forward and backward without an update: the loss, and whether it and the gradients are finite on all ranks.
+
+        In fp16 the loss alone: gradients overflow until the scale has come down.
+        """
+        metrics = self._metrics(self._gradients(batches), batches, math.nan)
+        trained = (p.main_grad for chunk in self.chunks for p in chunk.parameters() if p.requires_grad)
+        overflows = not self.args.fp16 and any(not gradient.isfinite().all() for gradient in trained)
+        return metrics.loss, not self.any_rank(overflows or not math.isfinite(metrics.sums["loss"]))
+
     @torch.no_grad()
     def evaluate_step(self, batches: Sequence[MicroBatch]) -> StepMetrics:
         """Forward only."""

@@ -1,9 +1,17 @@
 """What came out of a run, as written to `train_result.json`. Its presence says that the run has come to its end."""
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Self
+
+import torch.distributed as dist
+
+from mca_lib.platforms import current_platform
+from mca_lib.trainers.preflight import Preflight
+from mca_lib.trainers.progress import Totals
 
 RESULT_NAME = "train_result.json"
 
@@ -33,6 +41,38 @@ class TrainResult:
     peak_memory_mb: list[float]
     """By rank."""
     world_size: int
+    preflight: Preflight | None
+    """Of the last attempt."""
+
+    @classmethod
+    def of(
+        cls,
+        steps: int,
+        epochs: float,
+        totals: Totals,
+        final_loss: float,
+        held_out: dict[str, float],
+        preflight: Preflight | None,
+    ) -> Self:
+        """From the counters of the run; all ranks take part."""
+        peaks: list[float] = [0.0] * dist.get_world_size()
+        dist.all_gather_object(peaks, round(current_platform().peak_memory_bytes() / 2**20, 1))
+        means = {name: value if math.isfinite(value) else None for name, value in held_out.items()}
+        return cls(
+            steps=steps,
+            epochs=round(epochs, 4),
+            final_loss=final_loss if math.isfinite(final_loss) else None,
+            train_loss=totals.loss_sum / totals.count if totals.count else None,
+            eval_loss=means.pop("loss", None),
+            eval_measures=means,
+            tokens=totals.tokens,
+            trained_tokens=totals.loss_tokens,
+            tokens_per_second=round(totals.tokens / max(totals.seconds, 1e-9), 1),
+            seconds=round(totals.seconds, 3),
+            peak_memory_mb=peaks,
+            world_size=dist.get_world_size(),
+            preflight=preflight,
+        )
 
     def write(self, output_dir: Path) -> None:
         """Whole or not at all; one rank only."""

@@ -40,8 +40,10 @@ from mca_lib.trainers.engine import Engine, StepMetrics
 from mca_lib.trainers.identity import run_identity
 from mca_lib.trainers.loss import Objective, TokenObjective
 from mca_lib.trainers.peak import peak_flops
+from mca_lib.trainers.preflight import Preflight, preflight
 from mca_lib.trainers.progress import Meter, Totals, TrainingLog, finite, read_log
 from mca_lib.trainers.result import TrainResult
+from mca_lib.trainers.row_checks import check_loss, check_rows
 from mca_lib.trainers.schedule import BatchShape, Schedule
 from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest
 from mca_lib.trainers.training_args import TrainingArguments
@@ -104,6 +106,7 @@ class McaTrainer:
             SystemExit: with status 143 after SIGTERM, when the checkpoint is written.
         """
         self._prepare()
+        tried = preflight(self.engine, self._longest_batches(), self.output_dir) if self.args.preflight else None
         peak = peak_flops(self.output_dir, self.args.params_dtype)
         step, totals = self._resume()
         total, loss, held_out, evaluated_at = self.schedule.total_steps, math.nan, {}, None
@@ -148,7 +151,7 @@ class McaTrainer:
             self._best.publish(self.final_dir)
         else:
             self.save_model(self.final_dir)
-        return self._finish(step, totals, loss, held_out)
+        return self._finish(step, totals, loss, held_out, tried)
 
     def evaluate(self) -> StepMetrics:
         """Sums over the whole evaluation split; every row counts once."""
@@ -192,6 +195,23 @@ class McaTrainer:
     def _prepare(self) -> None:
         """What has to be done with the weights that the model came with, before any checkpoint is loaded."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
+        from_rank_0(self._check_rows)
+
+    def _check_rows(self) -> None:
+        for store in filter(None, (self.train_dataset, self.eval_dataset)):
+            check_rows(store, self.model.mca_config)
+        check_loss(self.train_dataset)
+
+    def _longest_batches(self) -> list[MicroBatch]:
+        """Micro batches of the longest rows that are trained on, as many as the pipeline holds at a time."""
+        store, schedule, shape = self.train_dataset, self.schedule, self.shape
+        steps = range(min(schedule.total_steps, schedule.steps_per_epoch))
+        trained = np.concatenate([schedule.rows(step) for step in steps])
+        longest = trained[np.argsort(-store.row_lengths[trained], kind="stable")][: shape.micro_batch_size]
+        rows = [store[int(row)] for row in longest]
+        per_step = len(shape.deal(range(shape.global_batch_size), 0))
+        held = self.args.pipeline_model_parallel_size * (2 if len(self.model) > 1 else 1)
+        return [self._collate(store, rows, self._alignment.length(rows))] * min(per_step, held)
 
     def _resume(self) -> tuple[int, Totals]:
         found = find_checkpoint(self.output_dir, self._run_identity())
@@ -295,24 +315,10 @@ class McaTrainer:
             self._log.write({"step": step, "total": self.schedule.total_steps, **measures})
         self.callbacks.log(finite(measures))
 
-    def _finish(self, step: int, totals: Totals, final_loss: float, held_out: dict[str, float]) -> TrainResult:
-        peaks: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(peaks, round(current_platform().peak_memory_bytes() / 2**20, 1))
-        means = {name: value if math.isfinite(value) else None for name, value in held_out.items()}
-        result = TrainResult(
-            steps=step,
-            epochs=round(self.schedule.epoch_at(step), 4),
-            final_loss=final_loss if math.isfinite(final_loss) else None,
-            train_loss=totals.loss_sum / totals.count if totals.count else None,
-            eval_loss=means.pop("loss", None),
-            eval_measures=means,
-            tokens=totals.tokens,
-            trained_tokens=totals.loss_tokens,
-            tokens_per_second=round(totals.tokens / max(totals.seconds, 1e-9), 1),
-            seconds=round(totals.seconds, 3),
-            peak_memory_mb=peaks,
-            world_size=dist.get_world_size(),
-        )
+    def _finish(
+        self, step: int, totals: Totals, final_loss: float, held_out: dict[str, float], tried: Preflight | None
+    ) -> TrainResult:
+        result = TrainResult.of(step, self.schedule.epoch_at(step), totals, final_loss, held_out, tried)
         if self._is_rank_0:
             result.write(self.output_dir)
         self.callbacks.log(finite({"train_loss": result.train_loss, "train_runtime": result.seconds}))

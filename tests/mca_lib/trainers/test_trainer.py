@@ -213,14 +213,25 @@ def test_divergence_stops_the_run_and_names_the_learning_rate(ranks, folder):
     assert not (folder / "diverged" / "final").exists()
 
 
-def test_steps_without_any_loss_change_nothing(ranks, folder):
-    make_store(folder / "silent", rows=4, masked=range(4))
-    places, options = (f"{folder}/model", f"{folder}/silent"), {"weight_decay": 0.0, "warmup_steps": 0}
-    values = ranks(2, train, *places, f"{folder}/silent-1", {**options, "max_steps": 1})
-    ranks(2, train, *places, f"{folder}/silent-3", {**options, "max_steps": 3})
-    before, after = ranks(1, both_weights, folder / "silent-1" / "final", folder / "silent-3" / "final")[0]
+def test_a_step_without_any_loss_changes_nothing_and_has_no_loss(ranks, folder):
+    """One epoch of two steps; none of the second step's rows has a token with loss."""
+    from mca_lib.trainers.schedule import Schedule
+
+    make_store(folder / "silent", rows=8, masked=Schedule(8, 4, HYPERPARAMETERS["seed"]).rows(1))
+    places, options = (f"{folder}/model", f"{folder}/silent"), {"weight_decay": 0.0, "adam_beta1": 0.0}
+    values = ranks(2, train, *places, f"{folder}/silent-2", {**options, "warmup_steps": 0, "max_steps": 2})
+    ranks(2, train, *places, f"{folder}/silent-1", {**options, "warmup_steps": 0, "max_steps": 1})
+    before, after = ranks(1, both_weights, folder / "silent-1" / "final", folder / "silent-2" / "final")[0]
     assert before == after
-    assert (values[0]["result"]["final_loss"], values[0]["result"]["trained_tokens"]) == (None, 0)
+    assert [line["loss"] is None for line in values[0]["log"]] == [False, True]
+    assert values[0]["result"]["final_loss"] is None
+    assert values[0]["result"]["train_loss"] == values[0]["log"][0]["loss"]
+
+
+def test_rows_without_any_loss_are_refused_before_the_first_step(ranks, folder):
+    make_store(folder / "masked", rows=4, masked=range(4))
+    with pytest.raises(RankError, match=r"DataError: token store .*: no token has loss"):
+        ranks(1, train, f"{folder}/model", f"{folder}/masked", f"{folder}/masked out", {"max_steps": 1})
 
 
 def both_weights(one: Path, other: Path) -> tuple[float, float]:
@@ -246,7 +257,9 @@ def test_progress_lines_say_how_far_how_fast_and_how_long(ranks, folder):
     steps = [line for line in lines if "loss" in line]
     assert [(line["done"], line["total"], line["epoch"]) for line in steps] == [(2, 4, 1.0), (4, 4, 2.0)]
     for line in steps:
-        assert line["tokens_per_second"] > 0
+        assert line["tokens_per_second"] == pytest.approx(2 * line["tokens_per_second_per_device"], abs=0.2)
+        assert 0 < line["mfu"] < 1
+        assert 0 < line["data_wait"] < 1
         assert line["eta_seconds"] >= 0
         assert line["memory_mb"] > 0
     evaluations = [line for line in lines if "eval_loss" in line]

@@ -1,0 +1,55 @@
+"""What of the rows cannot be trained on is said before the first step, naming the row. No torch."""
+
+import numpy as np
+
+from mca_lib.data.token_store import TokenStore
+from mca_lib.errors import DataError
+from mca_lib.models.config import McaModelConfig
+
+
+def check_rows(store: TokenStore, config: McaModelConfig) -> None:
+    """Read every token once: about a second per 10⁹ of them, where the file is cached.
+
+    Raises:
+        DataError: a row is empty, has a document longer than the model's positions, or a token that the model does
+            not have.
+    """
+    _refuse(store, np.flatnonzero(np.diff(store.row_offsets) < 1), "is empty", "build the store again")
+    _refuse(store, _rows_of(store, store.document_lengths < 1), "has an empty document", "build the store again")
+    positions, longest = config.max_position_embeddings, int(store.document_lengths.max())
+    _refuse(
+        store,
+        _rows_of(store, store.document_lengths > positions),
+        f"has a document of more tokens than the model's {positions} positions (the longest has {longest})",
+        f"use a dataset.cutoff_len of at most {positions}",
+    )
+    if store.tokens_T.min() < 0 or store.tokens_T.max() >= config.vocab_size:
+        place = int(np.flatnonzero((store.tokens_T < 0) | (store.tokens_T >= config.vocab_size))[0])
+        document = int(np.searchsorted(store.document_offsets, place, side="right")) - 1
+        _refuse(
+            store,
+            _rows_of(store, np.arange(store.num_documents) == document),
+            f"has token {store.tokens_T[place]}, and the model has {config.vocab_size}",
+            "tokenize with the model's own tokenizer",
+        )
+
+
+def check_loss(store: TokenStore) -> None:
+    """Raise DataError when there is nothing to learn from."""
+    if store.num_loss_tokens == 0:
+        raise DataError(
+            f"token store {store.path}: no token has loss, there is nothing to train on: look at the template and at "
+            "what it masks (preview.md)"
+        )
+
+
+def _rows_of(store: TokenStore, chosen_D: np.ndarray) -> np.ndarray:
+    """Rows that hold one of the chosen documents, in order."""
+    places = np.flatnonzero(chosen_D[store.row_documents])
+    return np.unique(np.searchsorted(store.row_offsets, places, side="right") - 1)
+
+
+def _refuse(store: TokenStore, rows: np.ndarray, what: str, remedy: str) -> None:
+    if len(rows):
+        more = f" (and {len(rows) - 1} more)" if len(rows) > 1 else ""
+        raise DataError(f"token store {store.path}: row {rows[0]}{more} {what}; {remedy}")
