@@ -17,9 +17,8 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 
 from mca_lib.rank_process import ERRORS_VARIABLE, first_failure, rank_failure
 
-USER_MISTAKE = 2
-FINAL_CODES = frozenset({USER_MISTAKE, 128 + signal.SIGTERM, -signal.SIGTERM})
-"""Exit codes of ranks after which none is started again."""
+FINAL_CODES = frozenset({2, 128 + signal.SIGTERM})
+"""Exit codes by which a rank says that it is not to be started again: a mistake of the user, and stopped by SIGTERM."""
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +44,11 @@ class RestartingAgent(LocalElasticAgent):
 
 def _is_final(result: RunResult) -> bool:
     """A rank says so by its exit code, or did by its word when others that lost it end before it does."""
-    if any(failure.exitcode in FINAL_CODES for failure in result.failures.values()):
+    failures = result.failures.values()
+    if any(failure.exitcode in FINAL_CODES for failure in failures):
+        return True
+    # torchrun ends the others by SIGTERM itself, and then lists them too.
+    if min(failures, key=lambda failure: failure.timestamp).exitcode == -signal.SIGTERM:
         return True
     directory = os.environ.get(ERRORS_VARIABLE)
     failure = first_failure(Path(directory)) if directory else None
