@@ -232,6 +232,10 @@ def option_problems(training: TrainingConfig) -> Iterator[str]:
             f"training.decay_ratio: {training.decay_ratio} and training.warmup_ratio {training.warmup_ratio} are more "
             "than all steps; lower one of them"
         )
+    if training.overlap_param_gather:
+        for name in ("overlap_grad_reduce", "use_distributed_optimizer"):
+            if not getattr(training, name):
+                yield f"training.overlap_param_gather: needs training.{name}: true"
 
 
 def best_problems(training: TrainingConfig, *, held_out: bool) -> Iterator[str]:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from mca_lib.checkpoint.buckets import places_without_padding
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.model import translated_failures
 from mca_lib.checkpoint.retention import BEST_PREFIX, PREFIX, STATE_NAME, numbered
@@ -128,12 +129,14 @@ def sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+    engine.gather_weights()
     state: dict[str, Any] = {
         f"model{index}": trained_part(chunk).sharded_state_dict(metadata=metadata)
         for index, chunk in enumerate(engine.bare_chunks)
     }
     state["skipped_steps"] = engine.skipped_steps
-    state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
+    with places_without_padding(engine.optimizer):
+        state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state
 
 

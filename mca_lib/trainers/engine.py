@@ -11,14 +11,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import MegatronModule
 
 from mca_lib.errors import ConfigError
 from mca_lib.parallel import pipeline_communication
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import MicroBatch
+from mca_lib.trainers.gradients import set_overlap, wrap
 from mca_lib.trainers.loss import Objective, SummedLoss, TokenObjective
 from mca_lib.trainers.optimizer import MIN_LOSS_SCALE, make_optimizer, make_scheduler
 from mca_lib.trainers.training_args import TrainingArguments
@@ -71,11 +72,14 @@ class Engine:
         config.calculate_per_token_loss = True
         for name, value in pipeline_communication(args).items():
             setattr(config, name, value)
-        self.chunks = [self._wrap(chunk) for chunk in self.bare_chunks]
+        self.chunks = [wrap(chunk.to(self.device), args, i) for i, chunk in enumerate(self.bare_chunks)]
         self.optimizer = make_optimizer(args, self.chunks)
         self.scheduler = make_scheduler(args, self.optimizer, total_steps)
         self.skipped_steps = 0
         """Steps of the run without an update, which the schedule does not count."""
+        self._gathers_late, self._is_stale = args.overlap_param_gather, False
+        if args.overlap_grad_reduce:
+            set_overlap(config, self.chunks)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
         self._run = get_forward_backward_func()
@@ -94,6 +98,7 @@ class Engine:
             self._skip()
             return replace(self._metrics(reports, batches, math.inf), updated=False)
         self.scheduler.step(increment=1)
+        self._is_stale = self._gathers_late
         return self._metrics(reports, batches, float(grad_norm))
 
     def try_step(self, batches: Sequence[MicroBatch]) -> tuple[float, bool]:
@@ -114,9 +119,21 @@ class Engine:
     @torch.no_grad()
     def reports(self, batches: Sequence[MicroBatch], objective: Objective) -> list[dict[str, torch.Tensor]]:
         """Forward only: what the objective reports of each micro batch; nothing but on the last pipeline stage."""
+        self.gather_weights()
         for chunk in self.chunks:
             chunk.eval()
         return self._forward_backward(batches, objective, forward_only=True)
+
+    @torch.no_grad()
+    def gather_weights(self) -> None:
+        """Bring every rank's weights up to date, before they are read elsewhere than in a training step.
+
+        With `overlap_param_gather` a rank has but its own share of the last update until the next forward pass.
+        """
+        if self._is_stale:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+        self._is_stale = False
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
         """Sum of the last pipeline stages' values over replicas and context parallel ranks, on every rank. In place."""
@@ -192,19 +209,6 @@ class Engine:
         *sums, count, loss_tokens, tokens = self.total(totals).tolist()
         named = dict(zip(("loss", *self.objective.measures), sums, strict=True))
         return StepMetrics(named, int(count), int(loss_tokens), int(tokens), grad_norm)
-
-    def _wrap(self, chunk: MegatronModule) -> DistributedDataParallel:
-        config = chunk.config
-        chunk.to(self.device)
-        ddp_config = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=self.args.use_distributed_optimizer,
-            # One bucket: with several, megatron-core 0.19.2 warns of corrupted `fully_reshardable` checkpoints.
-            overlap_grad_reduce=False,
-            bucket_size=None,
-        )
-        inner = Float16Module(config, chunk) if self.args.bf16 or self.args.fp16 else chunk
-        return DistributedDataParallel(config, ddp_config, inner)
 
 
 def _forward_step(

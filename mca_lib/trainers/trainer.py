@@ -184,6 +184,7 @@ class McaTrainer:
         """Write the MCA checkpoint directory of the weights as they are now, whole or not at all."""
         box = [str(new_staging(directory.parent)) if self._is_rank_0 else None]
         dist.broadcast_object_list(box, src=0)
+        self.engine.gather_weights()
         self.model.save_pretrained(Path(box[0]))
         if self._is_rank_0:
             move_into_place(Path(box[0]), directory)

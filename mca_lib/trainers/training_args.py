@@ -140,6 +140,8 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             raise ConfigError(
                 f"fp16=True with expert_model_parallel_size={self.expert_model_parallel_size}: use bf16, or size 1"
             )
+        if self.overlap_param_gather and not (self.overlap_grad_reduce and self.use_distributed_optimizer):
+            raise ConfigError("overlap_param_gather=True needs overlap_grad_reduce and use_distributed_optimizer")
         if self.recompute_granularity not in ("none", "selective", "full"):
             raise ConfigError(f"recompute_granularity={self.recompute_granularity!r}: use none, selective or full")
         if self.save_strategy is SaveStrategy.BEST:

@@ -1,10 +1,20 @@
 """The parallel layout, the micro batch size and packing decide speed and memory, never loss or gradient."""
 
+import json
+
 import numpy as np
 import pytest
 
 from tests.mca_lib.checkpoint.expert_ranks import make_sources
-from tests.mca_lib.trainers.training import history, make_model, make_store, plain_training, train
+from tests.mca_lib.trainers.training import (
+    history,
+    make_model,
+    make_store,
+    plain_training,
+    train,
+    train_in_buckets,
+    weights,
+)
 
 STEPS = 12
 # fp32; sums are taken in another order.
@@ -57,6 +67,40 @@ def test_losses_and_gradient_norms_equal_plain_torch(ranks, folder, plain, layou
     np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)
 
 
+GRADIENTS = {"overlap_grad_reduce": True}
+GRADIENTS_AND_WEIGHTS = {**GRADIENTS, "overlap_param_gather": True}
+OVERLAPS = {
+    "DP2 gradients": (2, {**GRADIENTS, "use_distributed_optimizer": False}),
+    "DP2": (2, GRADIENTS_AND_WEIGHTS),
+    "DP2 PP2": (4, {**GRADIENTS_AND_WEIGHTS, **LAYOUTS["PP2"][1]}),
+    "DP2 PP2 in two chunks": (4, {**GRADIENTS_AND_WEIGHTS, **LAYOUTS["PP2 in two chunks"][1]}),
+}
+
+
+@pytest.mark.parametrize("layout", OVERLAPS)
+def test_overlap_changes_nothing(ranks, folder, layout):
+    """Neither steps, nor evaluations between them, nor the weights at the end."""
+    world_size, overlap = OVERLAPS[layout]
+    make_store(folder / "held", rows=10)
+    make_store(folder / "held", rows=3, split="eval", seed=9)
+    options = {**overlap, "max_steps": 5, "eval_strategy": "steps", "eval_steps": 2}
+    plain = {**options, **dict.fromkeys(GRADIENTS_AND_WEIGHTS, False)}
+    runs = []
+    for name, function, chosen in (("with", train_in_buckets, options), ("without", train, plain)):
+        out = folder / f"{layout} {name} overlap"
+        values = ranks(world_size, function, f"{folder}/model", f"{folder}/held", str(out), chosen)
+        log = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
+        evaluations = [line["eval_loss"] for line in log if "eval_loss" in line]
+        runs.append((history(values), evaluations, weights(out / "final")))
+    (steps, evaluations, trained), (plain_steps, plain_evaluations, plain_trained) = runs
+    # The norm of the gradients is summed in the order of the buffers; the clipped gradients differ by a rounding.
+    np.testing.assert_allclose(steps, plain_steps, rtol=1e-6)
+    assert len(evaluations) == 3
+    np.testing.assert_allclose(evaluations, plain_evaluations, rtol=1e-6)
+    for name, weight in trained.items():
+        np.testing.assert_allclose(weight, plain_trained[name], rtol=0, atol=1e-5, err_msg=name)
+
+
 def test_the_run_learns(plain):
     assert plain[-1, 0] < 0.8 * plain[0, 0]
 
@@ -90,6 +134,7 @@ def test_rows_without_loss_weigh_nothing(ranks, folder, layout):
 EXPERT_STEPS = 4
 EXPERT_LAYOUTS = {
     "EP2": (2, {"expert_model_parallel_size": 2}),
+    "EP2 with overlap": (2, {"expert_model_parallel_size": 2, **GRADIENTS_AND_WEIGHTS}),
     "TP2 with sequence parallelism": LAYOUTS["TP2 with sequence parallelism"],
     "PP2": LAYOUTS["PP2"],
     "CP2": LAYOUTS["CP2"],

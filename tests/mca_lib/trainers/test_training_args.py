@@ -42,6 +42,7 @@ def test_a_field_without_effect_is_refused(options):
         ({"save_strategy": "best", "metric_for_best_model": None}, "save_strategy='best'"),
         ({"recompute_granularity": "some"}, "recompute_granularity='some'"),
         ({"warmup_steps": -1}, "warmup_steps"),
+        ({"overlap_param_gather": True}, "needs overlap_grad_reduce"),
         ({"decay_style": "square"}, "decay_style='square'"),
         ({"decay_ratio": 0.0}, r"decay_ratio=0\.0"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16"),

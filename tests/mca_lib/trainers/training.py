@@ -97,6 +97,16 @@ def train(model: str, store: str, out: str, options: dict[str, Any]) -> dict[str
     return {"result": asdict(result), "log": log}
 
 
+def train_in_buckets(model: str, store: str, out: str, options: dict[str, Any], kill_at: int = 0) -> dict[str, Any]:
+    """`train` with gradient buffers of many buckets, which is what overlap is about; may be killed in a step."""
+    from mca_lib.trainers import gradients
+
+    gradients.BUCKET_SIZE = 2000
+    if kill_at:
+        kill_in_step(kill_at, signal.SIGKILL)
+    return train(model, store, out, options)
+
+
 def kill_in_step(step: int, kill: int) -> None:
     """From here on, this rank gets the signal `kill` in the middle of the given step; SIGTERM only rank 0."""
     from mca_lib.trainers.engine import Engine
