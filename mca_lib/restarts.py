@@ -3,7 +3,8 @@
     a rank was killed, or failed by a defect      all ranks start again, from the newest whole checkpoint
     a mistake of the user, SIGTERM                no restart: it would end in the same way
 
-torchrun (2.15) restarts after any failure. Its agent is subclassed here, in two methods of its own protocol.
+torchrun (2.15) restarts after any failure, and then hands the ranks the store of the attempt before, with addresses
+where nobody listens any more: gloo cannot connect. Its agent is subclassed here, in three methods of its own protocol.
 """
 
 import logging
@@ -24,6 +25,12 @@ log = logging.getLogger(__name__)
 
 class RestartingAgent(LocalElasticAgent):
     """torchrun's agent on one machine, which tells failures that a restart may mend from others."""
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        """A store for each attempt: the handler keeps the first one for good."""
+        handler = worker_group.spec.rdzv_handler
+        handler._bootstrap_store_info = handler._shared_tcp_store_server = None
+        super()._rendezvous(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = super()._monitor_workers(worker_group)
