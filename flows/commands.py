@@ -7,7 +7,7 @@ import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -96,10 +96,15 @@ def show_fields(section: str | None) -> None:
     for name in [section] if section else sections:
         identity = sections[name].identity_fields()
         for field, info in sections[name].model_fields.items():
-            default = "required" if info.is_required() else json.dumps(info.get_default(call_default_factory=True))
+            default = "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
             description = " ".join((info.description or "").split())
             table.add_row(f"{name}.{field}", default, "yes" if field in identity else "no", description)
     Console().print(table)
+
+
+def _shown(default: Any) -> str:
+    """A default as YAML has it; of a section within a section, all its fields."""
+    return json.dumps(default, default=lambda section: section.model_dump())
 
 
 def show_plan(recipe: Path, overrides: list[str]) -> None:

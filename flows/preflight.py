@@ -17,10 +17,12 @@ from mca_lib.adapters.targets import target_names
 from mca_lib.converter.headers import check_weights
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.rows import validate_sources
+from mca_lib.data.storage import resolve_storage
 from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.registry import check_hf_config, check_layout, config_from_hf
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
+from mca_lib.trainers.llama_factory import check_model as check_backend
 from tasks.store import ArtifactStore
 
 # Bytes that a stage writes per byte of the model's weights; checkpoints of training are counted in `check_space`.
@@ -36,7 +38,7 @@ def check_recipe(config: PipelineConfig) -> None:
     ArtifactStore(config.store.path)
     if config.dataset.template is not None:
         check_template(config.dataset.template)
-    resolve_sources(config.dataset, config.training.stage)
+    resolve_storage(config.dataset, config.training.stage, resolve_sources(config.dataset, config.training.stage))
     local = Path(config.model.name_or_path).expanduser()
     if config.model.source == "local" or (config.model.source == "auto" and os.path.isdir(local)):
         check_model(config, local)
@@ -62,6 +64,8 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
     check_layout(hf_config, config.parallel)
     if config.training.finetuning_type == "lora":
         target_names(config_from_hf(hf_config), config.lora.target_modules)
+    if not config.training.use_mca:
+        check_backend(config_from_hf(hf_config), adapters=config.training.finetuning_type == "lora")
     positions = hf_config.get("max_position_embeddings")
     if isinstance(positions, int) and config.dataset.cutoff_len > positions:
         raise ConfigError(

@@ -1,10 +1,13 @@
 """Stage *dataset*: rows of text become a validated, shuffled, optionally packed, memory-mapped token store.
 
+Much plain text becomes corpora in Megatron's indexed format instead; corpora that are in it stay where they are.
+
 identity    the section; each data file by name and content; the entries of dataset_info.json; the model's vocabulary
             size; the versions of the tokenizing libraries (one release of transformers tokenized a text differently
             from another; where it does not, the content digest stops the change here)
 inputs      the tokenizer of the model
-execution   where the files lie; the number of workers
+execution   where the files lie; the number of workers, and whether they are here, on Slurm or on Ray. (The path of a
+            corpus that is used in place is in the key: the artifact names it.)
 body        the job `dataset` (mca_lib/data/prepare.py)
 """
 
@@ -14,12 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from mca_lib.data.formats import read_entries, resolve_sources
 from mca_lib.data.spec import TOKENIZING_LIBRARIES
+from mca_lib.data.storage import resolve_storage
 from mca_lib.errors import DataError, ModelError
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
@@ -34,17 +38,41 @@ SPACE_PER_DATA_BYTE = 3
 NAMED_IN_WARNING = 3
 
 
+class ExecutorConfig(Section):
+    """Where plain text is tokenized, with `storage: indexed`: datatrove's executors. It changes no token."""
+
+    kind: Execution[Literal["local", "slurm", "ray"]] = "local"
+    """local: processes of this machine. slurm: one job array. ray: a running cluster, or one of this machine."""
+    partition: Execution[str | None] = None
+    """Of Slurm; required there."""
+    qos: Execution[str | None] = None
+    """Of Slurm."""
+    time: Execution[str] = "24:00:00"
+    """Longest run of a task, on Slurm and Ray."""
+    mem_per_cpu_gb: Execution[PositiveInt] = 4
+    """Of a task, on Slurm and Ray."""
+    sbatch_args: Execution[dict[str, str]] = Field(default_factory=dict)
+    """More options of sbatch, such as `{account: research}`."""
+
+    @model_validator(mode="after")
+    def _slurm_has_a_partition(self) -> Self:
+        if self.kind == "slurm" and self.partition is None:
+            raise ValueError("partition is required with kind slurm")
+        return self
+
+
 class DatasetConfig(Section):
     """What the model learns from, in LLaMA-Factory's formats."""
 
     files: list[str] = Field(default_factory=list)
-    """Data files (json, jsonl, csv, parquet, txt), read in this order."""
+    """Data files (json, jsonl, csv, parquet, txt; bin with `formatting: indexed`), read in this order."""
     dataset_dir: str | None = None
     """Folder with a `dataset_info.json`, as an alternative to `files`."""
     names: list[str] = Field(default_factory=list)
     """Entries of `dataset_info.json` to use, in this order."""
-    formatting: Literal["alpaca", "sharegpt", "text"] = "alpaca"
-    """Layout of the rows of `files`; `text` is plain text for pretraining."""
+    formatting: Literal["alpaca", "sharegpt", "text", "indexed"] = "alpaca"
+    """Layout of the rows of `files`; `text` is plain text for pretraining, `indexed` are tokens in Megatron's format,
+    a .bin beside its .idx, which are used where they are."""
     ranking: bool = False
     """Rows of `files` hold a chosen and a rejected answer, for `training.stage: dpo`."""
     columns: dict[str, str] = Field(default_factory=dict)
@@ -65,6 +93,12 @@ class DatasetConfig(Section):
     packing: bool = True
     """Put several documents into one sequence; they never see each other. Pairs of answers share one of up to
     2 × `cutoff_len` tokens."""
+    storage: Literal["auto", "rows", "indexed"] = "auto"
+    """rows: a token store, packed once. indexed: Megatron's indexed format, for plain text of any size; rows are cut
+    from documents strung together in random order. auto: indexed for pretraining on 1 GiB of files or more."""
+    blend: dict[str, float] = Field(default_factory=dict)
+    """For pretraining: weights of several corpora, by file name or entry of `names`, as `{web.jsonl: 7, code.txt: 3}`;
+    they need not add up to 1."""
     train_on_prompt: bool = False
     """Put loss on the prompt too."""
     mask_history: bool = False
@@ -80,7 +114,9 @@ class DatasetConfig(Section):
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of the split, of the shuffle and of `max_rows`."""
     num_workers: Execution[PositiveInt] = 1
-    """Processes that tokenize."""
+    """Processes that tokenize, or tasks that do at the same time on Slurm or Ray."""
+    executor: Execution[ExecutorConfig] = ExecutorConfig()
+    """Where they run, with `storage: indexed`."""
 
 
 @dataclass(frozen=True)
@@ -97,21 +133,27 @@ class DatasetStage(Stage):
     """`checkpoint.resize_vocabulary`: tokens beyond the model's vocabulary get rows, and are accepted."""
     digests: Mapping[str, dict[str, JSON]] | None = None
     """Split -> content digest of each of its files by position and name: a moved file changes nothing, and a plan names
-    the file that changed. Set by `resolve`."""
+    the file that changed. Of a corpus that is used in place also its path. Set by `resolve`."""
 
     def resolve(self, store: ArtifactStore, report: Reporter) -> "DatasetStage":
-        """Look at the data files.
+        """Look at the data files, and decide how they are stored.
 
         Raises:
             ConfigError: fields of the section that contradict each other or the objective.
             DataError: a file that is not there.
         """
         digests: dict[str, dict[str, JSON]] = {"train": {}, "eval": {}}
-        for source in resolve_sources(self.config, self.objective):
+        sources = resolve_sources(self.config, self.objective)
+        storage = resolve_storage(self.config, self.objective, sources)
+        for source in sources:
             found = digests[source.split]
             label = f"{source.entry}/{source.path.name}" if source.entry else source.path.name
-            found[f"{len(found) + 1} {label}"] = _digest(source.path, store)
-        return dataclasses.replace(self, digests=digests)
+            digest = _digest(source.path, store)
+            if source.format.layout == "indexed":
+                digest = {"path": str(source.path.resolve()), "bin": digest, "idx": _digest(source.index, store)}
+            found[f"{len(found) + 1} {label}"] = digest
+        config = self.config.model_copy(update={"storage": storage})
+        return dataclasses.replace(self, config=config, digests=digests)
 
     def identity(self) -> dict[str, JSON]:
         if self.digests is None:
@@ -132,6 +174,8 @@ class DatasetStage(Stage):
 
     def space_needed(self) -> int:
         sources = resolve_sources(self.config, self.objective)
+        if self.config.formatting == "indexed":
+            return super().space_needed() + sum(source.index.stat().st_size for source in sources)
         return super().space_needed() + SPACE_PER_DATA_BYTE * sum(source.path.stat().st_size for source in sources)
 
     def produce(self, ctx: StageContext) -> Produced:
@@ -142,6 +186,8 @@ class DatasetStage(Stage):
             "resize_vocabulary": self.resize_vocabulary,
             "output": str(ctx.staging),
         }
+        if self.config.storage == "indexed":
+            spec |= {"work": str(ctx.work), "file_digests": self._corpus_digests()}
         result = ctx.run_job("dataset", spec)
         if self.resolve(ctx.store, ctx.report).identity() != self.identity():
             raise DataError("the data files changed while they were read; run again")
@@ -149,6 +195,11 @@ class DatasetStage(Stage):
         if losses:
             ctx.report.warning(losses)
         return Produced(digest=result["digest"], parts=result["parts"], stats=result["stats"])
+
+    def _corpus_digests(self) -> dict[str, str]:
+        """Path of each corpus that is used in place -> digest of its content."""
+        files = (digest for found in (self.digests or {}).values() for digest in found.values())
+        return {str(d["path"]): f"{d['bin']} {d['idx']}" for d in files if isinstance(d, dict)}
 
     def _entries(self) -> dict[str, JSON]:
         """What dataset_info.json says about the rows; which file holds them is in the key by its content."""

@@ -31,20 +31,30 @@ class RawRow(NamedTuple):
     detail: str = ""
 
 
-def read_rows(path: Path) -> Iterator[RawRow]:
-    """The rows of a data file in order.
+class Span(NamedTuple):
+    """A part of a file: bytes of whole lines, or row groups of parquet."""
+
+    start: int
+    stop: int
+    before: int
+    """Lines, or rows of parquet, before it."""
+
+
+def read_rows(path: Path, span: Span | None = None) -> Iterator[RawRow]:
+    """The rows of a data file, or of a part of it (`mca_lib/data/shards.py`), in order.
 
     Raises:
-        DataError: the file cannot be read (further), or has no row.
+        DataError: the file cannot be read (further), or the whole of it has no row.
     """
     rows = 0
+    read = _READERS[path.suffix.lower()]
     try:
-        for row in _READERS[path.suffix.lower()](path):
+        for row in read(path) if span is None else read(path, span):
             rows += 1
             yield row
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if rows == 0:
+    if rows == 0 and span is None:
         raise DataError(f"{path}: is empty; it must hold at least one row")
 
 
@@ -118,23 +128,37 @@ def _array_error(path: Path, text: str, position: int, what: str, row: int) -> D
     return DataError(f"{path}:{line}: malformed JSON{in_row} at column {column}: {what}")
 
 
-def _read_jsonl(path: Path) -> Iterator[RawRow]:
+def _lines(path: Path, span: Span | None) -> Iterator[tuple[int, bytes]]:
+    """Lines with their numbers."""
     with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            text = raw.removeprefix(_BOM) if line == 1 else raw
-            if not text.strip():
-                continue
-            place = (line, 0)
-            try:
-                yield RawRow(place, json.loads(text.decode("utf-8")))
-            except json.JSONDecodeError as error:
-                yield RawRow(place, None, "malformed JSON", f" at column {error.colno}: {error.msg}")
-            except UnicodeDecodeError:
-                yield RawRow(place, None, "not UTF-8 text")
-            except RecursionError:
-                yield RawRow(place, None, "malformed JSON", ": nested too deeply")
-            except ValueError:  # Python's limit on the digits of an integer
-                yield RawRow(place, None, "malformed JSON", f": {LONG_NUMBER}")
+        if span is None:
+            yield from enumerate(file, start=1)
+            return
+        file.seek(span.start)
+        left = span.stop - span.start
+        for line, raw in enumerate(file, start=span.before + 1):
+            if left <= 0:
+                return
+            left -= len(raw)
+            yield line, raw
+
+
+def _read_jsonl(path: Path, span: Span | None = None) -> Iterator[RawRow]:
+    for line, raw in _lines(path, span):
+        text = raw.removeprefix(_BOM) if line == 1 else raw
+        if not text.strip():
+            continue
+        place = (line, 0)
+        try:
+            yield RawRow(place, json.loads(text.decode("utf-8")))
+        except json.JSONDecodeError as error:
+            yield RawRow(place, None, "malformed JSON", f" at column {error.colno}: {error.msg}")
+        except UnicodeDecodeError:
+            yield RawRow(place, None, "not UTF-8 text")
+        except RecursionError:
+            yield RawRow(place, None, "malformed JSON", ": nested too deeply")
+        except ValueError:  # Python's limit on the digits of an integer
+            yield RawRow(place, None, "malformed JSON", f": {LONG_NUMBER}")
 
 
 def _read_csv(path: Path) -> Iterator[RawRow]:
@@ -163,14 +187,15 @@ def _read_csv(path: Path) -> Iterator[RawRow]:
             raise DataError(f"{path}: not UTF-8 text, after line {reader.line_num}") from None
 
 
-def _read_parquet(path: Path) -> Iterator[RawRow]:
+def _read_parquet(path: Path, span: Span | None = None) -> Iterator[RawRow]:
     import pyarrow
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            row = 0
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH):
+            row = span.before if span else 0
+            groups = range(span.start, span.stop) if span else range(file.num_row_groups)
+            for batch in file.iter_batches(batch_size=_PARQUET_BATCH, row_groups=list(groups)):
                 for value in batch.to_pylist():
                     row += 1
                     yield RawRow((0, row), value)
@@ -179,20 +204,19 @@ def _read_parquet(path: Path) -> Iterator[RawRow]:
         raise DataError(f"{path}: damaged or not a parquet file: {detail}") from None
 
 
-def _read_text(path: Path) -> Iterator[RawRow]:
+def _read_text(path: Path, span: Span | None = None) -> Iterator[RawRow]:
     """One document per line; empty lines are skipped."""
-    with path.open("rb") as file:
-        for line, raw in enumerate(file, start=1):
-            data = raw.removeprefix(_BOM) if line == 1 else raw
-            if not data.strip():
-                continue
-            try:
-                yield RawRow((line, 0), {"text": data.decode("utf-8").rstrip("\r\n")})
-            except UnicodeDecodeError:
-                yield RawRow((line, 0), None, "not UTF-8 text")
+    for line, raw in _lines(path, span):
+        data = raw.removeprefix(_BOM) if line == 1 else raw
+        if not data.strip():
+            continue
+        try:
+            yield RawRow((line, 0), {"text": data.decode("utf-8").rstrip("\r\n")})
+        except UnicodeDecodeError:
+            yield RawRow((line, 0), None, "not UTF-8 text")
 
 
-_READERS: dict[str, Callable[[Path], Iterator[RawRow]]] = {
+_READERS: dict[str, Callable[..., Iterator[RawRow]]] = {
     ".json": _read_json,
     ".jsonl": _read_jsonl,
     ".csv": _read_csv,

@@ -4,6 +4,7 @@
     alpaca     {"instruction": "...", "input": "...", "output": "...", ["system", "tools", "history": [[q, a], ...]]}
     sharegpt   {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], ["system", ...]}
     text       {"text": "..."}                                                    plain text, for pretraining
+    indexed    no rows: tokens in Megatron's format, corpus.bin beside corpus.idx                 for pretraining
 
 Rows for preference optimization (`ranking: true`) hold two answers to the same conversation:
 
@@ -22,12 +23,15 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any, Protocol
 
+from mca_lib.data.files import Span
 from mca_lib.data.suggest import suggestion
 from mca_lib.errors import ConfigError, DataError
 
 DATASET_INFO = "dataset_info.json"
 
 EXTENSIONS = (".json", ".jsonl", ".csv", ".parquet", ".txt")
+INDEXED_EXTENSIONS = (".bin",)
+PRETRAINING_LAYOUTS = ("text", "indexed")
 
 # Column -> its default name in a row. `None`: used only when named.
 COLUMNS: dict[str, dict[str, str | None]] = {
@@ -41,6 +45,7 @@ COLUMNS: dict[str, dict[str, str | None]] = {
     },
     "sharegpt": {"messages": "conversations", "system": None, "tools": None},
     "text": {"prompt": "text"},
+    "indexed": {},
 }
 # In place of the answer, where rows hold two.
 RANKING_COLUMNS: dict[str, str | None] = {"chosen": "chosen", "rejected": "rejected"}
@@ -115,6 +120,13 @@ class Source:
     """`train` or `eval`."""
     entry: str = ""
     """Name of the entry of dataset_info.json that it is a file of."""
+    span: Span | None = None
+    """The part of the file; None is all of it."""
+
+    @property
+    def index(self) -> Path:
+        """The .idx beside a .bin."""
+        return self.path.with_suffix(".idx")
 
 
 def resolve_sources(config: SourceConfig, objective: str) -> list[Source]:
@@ -128,13 +140,13 @@ def resolve_sources(config: SourceConfig, objective: str) -> list[Source]:
         raise ConfigError("dataset.files: name data files there, or else entries of dataset_info.json in dataset.names")
     if config.files:
         row_format = _recipe_format(config, objective)
-        sources = [Source(p, row_format, "train") for p in _existing(config.files, "dataset.files")]
+        sources = [Source(p, row_format, "train") for p in _existing(config.files, "dataset.files", row_format)]
     else:
         if config.columns or config.tags:
             raise ConfigError(f"dataset.columns: with dataset.names, columns and tags stand in {DATASET_INFO}")
         sources = [source for entry in read_entries(config) for source in _entry_sources(entry, config, objective)]
         row_format = sources[0].format
-    held_out = _existing(config.eval_files, "dataset.eval_files")
+    held_out = _existing(config.eval_files, "dataset.eval_files", row_format)
     return sources + [Source(path, row_format, "eval") for path in held_out]
 
 
@@ -230,7 +242,7 @@ def build_format(
         raise ConfigError(
             f"{at}: training.stage dpo needs pairs of answers; set ranking: true, or use training.stage sft"
         )
-    if (objective == "pt") != (layout == "text"):
+    if (objective == "pt") != (layout in PRETRAINING_LAYOUTS):
         remedy = "set formatting: text" if objective == "pt" else "set formatting: alpaca or sharegpt"
         raise ConfigError(f"{at}: formatting {layout} does not go with training.stage {objective}; {remedy}")
     if layout == "text" and "text" in columns:
@@ -264,7 +276,7 @@ def _columns(layout: str, ranking: bool) -> Mapping[str, str | None]:
     return {key: name for key, name in COLUMNS[layout].items() if key != "response"} | RANKING_COLUMNS
 
 
-def _existing(files: Sequence[str], field: str) -> list[Path]:
+def _existing(files: Sequence[str], field: str, row_format: RowFormat) -> list[Path]:
     """Paths of data files, each one checked to be a readable kind."""
     paths = []
     for index, name in enumerate(files):
@@ -273,7 +285,10 @@ def _existing(files: Sequence[str], field: str) -> list[Path]:
             raise DataError(f"{field}[{index}]: there is no file {name}")
         if not path.is_file():
             raise DataError(f"{field}[{index}]: {name} is not a file")
-        _check_extension(path, f"{field}[{index}]")
+        known = INDEXED_EXTENSIONS if row_format.layout == "indexed" else EXTENSIONS
+        _check_extension(path, f"{field}[{index}]", known)
+        if known == INDEXED_EXTENSIONS and not path.with_suffix(".idx").is_file():
+            raise DataError(f"{field}[{index}]: there is no {path.stem}.idx beside {name}; both files are needed")
         paths.append(path)
     return paths
 
@@ -294,6 +309,7 @@ def _files_of_entry(entry: Entry, folder: Path) -> list[Path]:
     return [path]
 
 
-def _check_extension(path: Path, at: str) -> None:
-    if path.suffix.lower() not in EXTENSIONS:
-        raise DataError(f"{at}: {path.name} is of an unknown kind; use one of {', '.join(EXTENSIONS)}")
+def _check_extension(path: Path, at: str, known: Sequence[str] = EXTENSIONS) -> None:
+    if path.suffix.lower() not in known:
+        hint = "; tokens in Megatron's format have formatting: indexed" if path.suffix in (".bin", ".idx") else ""
+        raise DataError(f"{at}: {path.name} is of an unknown kind; use one of {', '.join(known)}{hint}")

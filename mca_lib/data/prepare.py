@@ -3,7 +3,8 @@
     validate ──> encode ──> split ──> shuffle, cut, pack ──> write ──> digest
     (no torch)   (workers)  (no equal rows on two sides)
 
-    <output>/train/ eval/    token stores (`mca_lib/data/token_store.py`); eval only where rows are held out
+    <output>/train/ eval/    token stores (`mca_lib/data/token_store.py`); eval only where rows are held out. With
+                             `storage: indexed`, train is in Megatron's format (`mca_lib/data/indexed.py`)
     <output>/meta.json       what a reader of the store needs to know
     <output>/stats.json      counts
     <output>/preview.md      the same for people, and documents with their loss marked
@@ -13,9 +14,8 @@ The tokens depend on the spec, the data and the tokenizer alone; not on workers,
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ import numpy as np
 
 from mca_lib.data.alignment import Sample
 from mca_lib.data.assembly import write_split
-from mca_lib.data.encoding import CUT_OFF, EQUAL_ANSWERS, EncodedChunk, EncodingLimits, TextEncoder, encode_samples
+from mca_lib.data.encoding import EncodingLimits, TextEncoder, encode_samples
 from mca_lib.data.formats import resolve_sources
+from mca_lib.data.outcome import EQUAL_TO_HELD_OUT, Outcome, refuse_losses
 from mca_lib.data.preview import render_preview
-from mca_lib.data.rows import MAX_NAMED_ROWS, Summary, read_samples, too_many_bad_rows, validate_sources
+from mca_lib.data.rows import Summary, read_samples, validate_sources
 from mca_lib.data.spec import TOKENIZING_LIBRARIES, DatasetSpec
 from mca_lib.data.spill import Spill
 from mca_lib.data.split import hold_out, permutation
@@ -37,34 +38,8 @@ from mca_lib.errors import DataError
 from mca_lib.tokenizer import load_tokenizer, tokenizer_size
 
 FORMAT = 1
-MAX_CUT_OFF_FRACTION = 0.5
-"""`cutoff_len` is taken for a mistake when more than this share of the rows has no label left by it."""
-EQUAL_TO_HELD_OUT = "equal to a row of the eval files"
 
 type Progress = Callable[..., None]
-
-
-@dataclass
-class Outcome:
-    """What became of the rows that passed validation."""
-
-    not_drawn: int
-    truncated: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    bad: Counter[str] = field(default_factory=Counter)
-    """Rows that only encoding finds to be unusable, by reason."""
-    named: list[str] = field(default_factory=list)
-    """The first of the dropped rows, each as `file:line: reason`."""
-    named_bad: list[str] = field(default_factory=list)
-    """The same of the bad rows."""
-
-    def add(self, chunk: EncodedChunk) -> None:
-        self.truncated += chunk.truncated
-        self.dropped.update(reason for reason, _ in chunk.dropped)
-        self.bad.update(reason for reason, _, _ in chunk.bad)
-        self.named += [f"{where}: {reason}" for reason, where in chunk.dropped]
-        self.named_bad += [f"{where}: {reason}{detail}" for reason, detail, where in chunk.bad]
-        del self.named[MAX_NAMED_ROWS:], self.named_bad[MAX_NAMED_ROWS:]
 
 
 def dataset(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -80,29 +55,39 @@ def dataset(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         ConfigError, DataError, ModelError: as the message says; before anything expensive where possible.
     """
     job = DatasetSpec.from_dict(spec)
-    summary = validate_sources(job, job.objective)
+    indexed = job.storage == "indexed"
+    summary = None if indexed else validate_sources(job, job.objective)
     tokenizer = _load_tokenizer(job)
     if job.resize_vocabulary:
         job = replace(job, vocab_size=max(job.vocab_size, tokenizer_size(tokenizer)))
     encoder = _build_encoder(job, tokenizer)
     output = Path(job.output)
     output.mkdir(parents=True, exist_ok=True)
+    if summary is None:
+        from mca_lib.data.indexed import indexed_dataset
+
+        stats, preview, parts = indexed_dataset(job, tokenizer)
+    else:
+        stats, preview, parts = _rows_dataset(job, summary, tokenizer, encoder, progress)
+    _write_json(output / "meta.json", _meta(job, tokenizer, encoder.stop_token_ids))
+    _write_json(output / "stats.json", stats)
+    (output / "preview.md").write_text(preview, encoding="utf-8")
+    return {"digest": dataset_digest(parts), "parts": parts, "stats": stats}
+
+
+def _rows_dataset(
+    job: DatasetSpec, summary: Summary, tokenizer: Any, encoder: Any, progress: Progress
+) -> tuple[dict[str, Any], str, dict[str, str]]:
+    """Write token stores. Returns (statistics, preview, digest of each split)."""
+    output = Path(job.output)
     with Spill(output / ".spill") as spill:
         outcome = _encode(job, summary, encoder, spill, progress)
         stores = _write_splits(job, spill, outcome, output)
-    stats = _statistics(job, summary, outcome, stores)
-    meta = _meta(job, tokenizer, encoder.stop_token_ids)
-    _write_json(output / "meta.json", meta)
-    _write_json(output / "stats.json", stats)
+    stats, pairs = _statistics(job, summary, outcome, stores), job.objective == "dpo"
     preview = render_preview(
-        stats,
-        stores["train"],
-        lambda ids: tokenizer.decode(ids, skip_special_tokens=False),
-        pairs=job.objective == "dpo",
+        stats, stores["train"], lambda ids: tokenizer.decode(ids, skip_special_tokens=False), pairs=pairs
     )
-    (output / "preview.md").write_text(preview, encoding="utf-8")
-    parts = {name: split_digest(store, pairs=job.objective == "dpo") for name, store in stores.items()}
-    return {"digest": dataset_digest(parts), "parts": parts, "stats": stats}
+    return stats, preview, {name: split_digest(store, pairs=pairs) for name, store in stores.items()}
 
 
 def _load_tokenizer(job: DatasetSpec) -> Any:
@@ -149,7 +134,7 @@ def _encode(job: DatasetSpec, summary: Summary, encoder: Any, spill: Spill, prog
     spill.freeze()
     if done != total:
         raise DataError(f"the data files changed while they were read: {done} rows instead of {total}; run again")
-    _refuse_losses(job, summary, outcome, total)
+    refuse_losses(job, summary, outcome, total)
     named = [*outcome.named_bad, *outcome.named]
     if job.eval_files and not np.any(spill.held_out):
         raise DataError(f"no row of dataset.eval_files is left; first: {[*summary.named, *named][0]}")
@@ -157,24 +142,6 @@ def _encode(job: DatasetSpec, summary: Summary, encoder: Any, spill: Spill, prog
         reasons = ", ".join(f"{n} × {reason}" for reason, n in (outcome.bad + outcome.dropped).most_common())
         raise DataError(f"no training row is left ({reasons}); first: {named[0]}")
     return outcome
-
-
-def _refuse_losses(job: DatasetSpec, summary: Summary, outcome: Outcome, total: int) -> None:
-    """Raise DataError when encoding leaves out more of the `total` rows that it was given than the spec allows."""
-    bad = Counter(summary.bad) + outcome.bad
-    allowed = job.max_bad_fraction
-    if bad.total() > allowed * summary.rows:
-        raise too_many_bad_rows(bad, summary.rows, allowed, [*outcome.named_bad, *summary.named])
-    # By themselves too: rows that `max_rows` did not draw are not encoded and would dilute the share.
-    if outcome.bad.total() > allowed * total:
-        raise too_many_bad_rows(outcome.bad, total, allowed, outcome.named_bad)
-    cut_off = outcome.dropped[CUT_OFF] + outcome.dropped[EQUAL_ANSWERS]
-    if cut_off > MAX_CUT_OFF_FRACTION * total:
-        what = "what tells the answers apart" if job.objective == "dpo" else "every token with loss"
-        raise DataError(
-            f"dataset.cutoff_len: {job.cutoff_len} cuts off {what} of {cut_off} of "
-            f"{total} rows; use a larger one; first: {outcome.named[0]}"
-        )
 
 
 def _drawn_samples(job: DatasetSpec, summary: Summary, count: int) -> Iterator[Sample]:
@@ -214,17 +181,9 @@ def _write_splits(job: DatasetSpec, spill: Spill, outcome: Outcome, output: Path
 
 
 def _statistics(job: DatasetSpec, summary: Summary, outcome: Outcome, stores: dict[str, TokenStore]) -> dict[str, Any]:
-    dropped = dict(sorted(outcome.dropped.items()))
     return {
-        "rows": {
-            "read": summary.rows,
-            "bad": dict(sorted((Counter(summary.bad) + outcome.bad).items())),
-            "not_drawn": outcome.not_drawn,
-            "dropped": dropped,
-            "truncated": outcome.truncated,
-            "kept": sum(summary.kept.values()) - outcome.not_drawn - outcome.bad.total() - sum(dropped.values()),
-        },
-        "named_rows": [*summary.named, *outcome.named_bad, *outcome.named][:MAX_NAMED_ROWS],
+        "rows": outcome.rows(summary),
+        "named_rows": outcome.named_rows(summary),
         "splits": {
             name: split_statistics(store, job.cutoff_len, pairs=job.objective == "dpo")
             for name, store in stores.items()
@@ -241,6 +200,7 @@ def _meta(job: DatasetSpec, tokenizer: Any, stop_token_ids: list[int]) -> dict[s
         "template": job.template,
         "cutoff_len": job.cutoff_len,
         "packing": job.packing,
+        "storage": job.storage,
         "vocab_size": job.vocab_size,
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
         "stop_token_ids": stop_token_ids,

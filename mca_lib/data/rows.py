@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from mca_lib.data.alignment import Sample, UnusableRow, parse_row
 from mca_lib.data.files import describe_place, read_rows
 from mca_lib.data.formats import Source, SourceConfig, resolve_sources
+from mca_lib.data.indexed_format import open_indexed
 from mca_lib.data.suggest import suggestion
 from mca_lib.data.templates import check_template, template_names
 from mca_lib.errors import ConfigError, DataError
@@ -71,6 +72,9 @@ def validate_sources(config: ValidatedConfig, objective: str) -> Summary:
                 f"dataset.template: required for training.stage {objective}; the chat template's name, e.g. qwen"
             )
         check_template(config.template)
+    if sources[0].format.layout == "indexed":
+        documents = sum(len(open_indexed(source.path.with_suffix("")).lengths_D) for source in sources)
+        return Summary(documents, {"train": documents}, {}, ())
     if objective == "dpo" and config.train_on_prompt:
         raise ConfigError("dataset.train_on_prompt: pairs are compared by their answers alone; use false")
     kept: Counter[str] = Counter(train=0, eval=0)
@@ -107,7 +111,7 @@ def read_samples(sources: Iterable[Source]) -> Iterator[Sample | BadRow]:
     for source in sources:
         missing = set(source.format.named)
         first_keys: Sequence[str] = ()
-        for row in read_rows(source.path):
+        for row in read_rows(source.path, source.span):
             if isinstance(row.value, dict):
                 if missing:
                     missing = {c for c in missing if source.format.columns[c] not in row.value}

@@ -10,11 +10,20 @@ from mca_lib.errors import ConfigError
 OBJECTIVES = ("pt", "sft", "dpo")
 TOKENIZING_LIBRARIES = ("transformers", "tokenizers", "llamafactory")
 """Their releases decide the tokens, so they are in the key of the stage and in meta.json."""
+EXECUTOR: dict[str, Any] = {
+    "kind": "local",
+    "partition": None,
+    "qos": None,
+    "time": "24:00:00",
+    "mem_per_cpu_gb": 4,
+    "sbatch_args": {},
+}
+"""Defaults of `tasks.dataset.ExecutorConfig`."""
 
 
 @dataclass(frozen=True)
 class DatasetSpec:
-    """Fields of `tasks.dataset.DatasetConfig`, described there, and four of the job's own at the end."""
+    """Fields of `tasks.dataset.DatasetConfig`, described there, and the job's own at the end."""
 
     files: list[str] = field(default_factory=list)
     dataset_dir: str | None = None
@@ -28,6 +37,8 @@ class DatasetSpec:
     enable_thinking: bool | None = True
     cutoff_len: int = 1024
     packing: bool = True
+    storage: str = "auto"
+    blend: dict[str, float] = field(default_factory=dict)
     train_on_prompt: bool = False
     mask_history: bool = False
     max_rows: int | None = None
@@ -36,6 +47,7 @@ class DatasetSpec:
     max_bad_fraction: float = 0.01
     seed: int = 42
     num_workers: int = 1
+    executor: dict[str, Any] = field(default_factory=lambda: dict(EXECUTOR))
     objective: str = "sft"
     """`pt`, `sft` or `dpo`, as `training.stage`."""
     tokenizer_dir: str = ""
@@ -46,6 +58,10 @@ class DatasetSpec:
     """The model gets rows for the tokenizer's further tokens."""
     output: str = ""
     """Folder to write to, created if missing."""
+    work: str = ""
+    """Folder in which a killed tokenization finds what it had done; one in `output` without it."""
+    file_digests: dict[str, str] = field(default_factory=dict)
+    """Path of a corpus that stays where it is -> digest of its two files, so that it isn't read for that again."""
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DatasetSpec":

@@ -50,3 +50,34 @@ def hold_out(tokens: Sequence[bytes], contents: Sequence[bytes], fraction: float
     if count == 0:
         held_out[min(order, key=len)] = True
     return held_out
+
+
+def hold_out_keys(contents: Sequence[bytes], seed: int) -> np.ndarray:
+    """uint64 [n]: the beginning of the hash by which `hold_out` orders rows, given digests of their texts."""
+    prefix = b"%d:" % seed
+    return np.array([int.from_bytes(blake3(prefix + c).digest(length=8)) for c in contents], dtype=np.uint64)
+
+
+def held_out_keys(keys_N: np.ndarray, fraction: float, limit: int) -> np.ndarray:
+    """uint64: keys (uint64 [n], of `hold_out_keys`) of the rows to hold out, sorted; at most `limit` rows.
+
+    The rows that `hold_out` would take, from 8 bytes a row: equal texts have equal keys, so they go to one side.
+
+    Raises:
+        DataError: all rows are equal, so that nothing can be held out.
+    """
+    rows = len(keys_N)
+    if fraction == 0 or rows < 2:
+        return keys_N[:0]
+    groups, sizes = np.unique(keys_N, return_counts=True)
+    if len(groups) == 1:
+        raise DataError(f"all {rows} rows are equal: none can be held out; set dataset.eval_fraction to 0")
+    wanted = min(max(1, round(fraction * rows)), rows - 1, limit)
+    taken, count = [], 0
+    for index, size in enumerate(sizes.tolist()):
+        if count + size <= wanted:
+            taken.append(index)
+            count += size
+        if count == wanted:
+            break
+    return groups[taken] if taken else groups[[int(np.argmin(sizes))]]

@@ -112,6 +112,11 @@ class TokenStore(Sequence[Row]):
         """(tokens int32 [L], loss mask bool [L]) of one document."""
         return self._span(int(self.document_offsets[index]), int(self.document_offsets[index + 1]))
 
+    def lengths_of(self, rows: Sequence[int]) -> np.ndarray:
+        """int64 [N]: tokens of each document of these rows."""
+        spans = [self.row_documents[self.row_offsets[row] : self.row_offsets[row + 1]] for row in rows]
+        return self.document_lengths[np.concatenate(spans)]
+
     def _span(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         first_byte = start // 8
         bits = np.unpackbits(self._mask_bits[first_byte : -(-stop // 8)])

@@ -12,7 +12,7 @@ from typing import Any
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import BEST_PREFIX
 from mca_lib.checkpoint.sealed import RECORD_NAME, find_damage, move_into_place, new_staging, seal
-from mca_lib.data.token_store import TokenStore
+from mca_lib.data.indexed_rows import Rows
 from mca_lib.errors import CheckpointError
 from mca_lib.models import VirtualModels
 from mca_lib.trainers.training_args import TrainingArguments
@@ -58,7 +58,7 @@ class BestModel:
         return self._output_dir / f"{BEST_PREFIX}{step}"
 
 
-def best_identity(args: TrainingArguments, held_out: TokenStore | None) -> dict[str, Any]:
+def best_identity(args: TrainingArguments, held_out: Rows | None) -> dict[str, Any]:
     """What decides which model is the best, for the identity of a run; nothing where the last one is taken."""
     if not args.load_best_model_at_end or held_out is None:
         return {}

@@ -3,7 +3,7 @@
 from typing import Any
 
 from mca_lib.adapters.settings import targets_of
-from mca_lib.data.token_store import TokenStore
+from mca_lib.data.indexed_rows import Rows
 from mca_lib.models import VirtualModels
 from mca_lib.trainers.schedule import BatchShape, Schedule
 from mca_lib.trainers.training_args import TrainingArguments
@@ -21,7 +21,7 @@ _MEGATRON_FIELDS = (
 
 
 def run_identity(
-    model: VirtualModels, args: TrainingArguments, rows: TokenStore, schedule: Schedule, shape: BatchShape
+    model: VirtualModels, args: TrainingArguments, rows: Rows, schedule: Schedule, shape: BatchShape
 ) -> dict[str, Any]:
     """Names and values, as an error shows them."""
     return {

@@ -2,18 +2,23 @@
 
 import numpy as np
 
+from mca_lib.data.indexed_rows import IndexedRows, Rows
 from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import DataError
 from mca_lib.models.config import McaModelConfig
 
 
-def check_rows(store: TokenStore, config: McaModelConfig) -> None:
-    """Read every token once: about a second per 10⁹ of them, where the file is cached.
+def check_rows(store: Rows, config: McaModelConfig) -> None:
+    """Read every token once: about a second per 10⁹ of them, where the file is cached. Not those of an indexed split,
+    whose largest id is known.
 
     Raises:
         DataError: a row is empty, has a document longer than the model's positions, or a token that the model does
             not have.
     """
+    if isinstance(store, IndexedRows):
+        _check_indexed(store, config)
+        return
     _refuse(store, np.flatnonzero(np.diff(store.row_offsets) < 1), "is empty", "build the store again")
     _refuse(store, _rows_of(store, store.document_lengths < 1), "has an empty document", "build the store again")
     positions, longest = config.max_position_embeddings, int(store.document_lengths.max())
@@ -34,7 +39,21 @@ def check_rows(store: TokenStore, config: McaModelConfig) -> None:
         )
 
 
-def check_loss(store: TokenStore) -> None:
+def _check_indexed(store: IndexedRows, config: McaModelConfig) -> None:
+    positions, vocabulary = config.max_position_embeddings, config.vocab_size
+    if store.sequence_length > positions:
+        raise DataError(
+            f"indexed split {store.path}: its rows have {store.sequence_length} tokens, and the model {positions} "
+            f"positions; use a dataset.cutoff_len of at most {positions}"
+        )
+    if store.largest_id >= vocabulary:
+        raise DataError(
+            f"indexed split {store.path}: has token {store.largest_id}, and the model has {vocabulary}; tokenize with "
+            "the model's own tokenizer"
+        )
+
+
+def check_loss(store: Rows) -> None:
     """Raise DataError when there is nothing to learn from."""
     if store.num_loss_tokens == 0:
         raise DataError(

@@ -28,7 +28,8 @@ from mca_lib.checkpoint.retention import Retention
 from mca_lib.checkpoint.saver import CheckpointSaver
 from mca_lib.checkpoint.sealed import move_into_place, new_staging
 from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint
-from mca_lib.data.token_store import Row, TokenStore
+from mca_lib.data.indexed_rows import Rows
+from mca_lib.data.token_store import Row
 from mca_lib.errors import ConfigError
 from mca_lib.models import VirtualModels
 from mca_lib.models.flops import step_flops
@@ -66,8 +67,8 @@ class McaTrainer:
         self,
         model: VirtualModels,
         args: TrainingArguments,
-        train_dataset: TokenStore,
-        eval_dataset: TokenStore | None = None,
+        train_dataset: Rows,
+        eval_dataset: Rows | None = None,
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
     ) -> None:
         if eval_dataset is None and args.eval_strategy != IntervalStrategy.NO:
@@ -244,7 +245,7 @@ class McaTrainer:
         identity = run_identity(self.model, self.args, self.train_dataset, self.schedule, self.shape)
         return identity | best_identity(self.args, self.eval_dataset)
 
-    def _batches(self, store: TokenStore, rows: Sequence[int], shape: BatchShape) -> list[MicroBatch]:
+    def _batches(self, store: Rows, rows: Sequence[int], shape: BatchShape) -> list[MicroBatch]:
         """This rank's micro batches of one step; all of one length where pipeline stages exchange them."""
         dealt = shape.deal(rows, parallel_state.get_data_parallel_rank())
         loaded = [[store[row] for row in places if row is not None] for places in dealt]
@@ -253,7 +254,7 @@ class McaTrainer:
             lengths = [max(lengths)] * len(lengths)
         return [self._collate(store, rows, length) for rows, length in zip(loaded, lengths, strict=True)]
 
-    def _collate(self, store: TokenStore, rows: Sequence[Row], length: int) -> MicroBatch:
+    def _collate(self, store: Rows, rows: Sequence[Row], length: int) -> MicroBatch:
         """One micro batch of `rows`, which are of `store`."""
         return collate(
             rows,
@@ -266,9 +267,8 @@ class McaTrainer:
 
     def _flops(self, step: int) -> int:
         """Operations that the model needs for this step's documents."""
-        store, rows = self.train_dataset, self.schedule.rows(step - 1)
-        spans = [store.row_documents[store.row_offsets[row] : store.row_offsets[row + 1]] for row in rows]
-        return step_flops(self.model.mca_config, store.document_lengths[np.concatenate(spans)], self._adapter_elements)
+        lengths = self.train_dataset.lengths_of(self.schedule.rows(step - 1))
+        return step_flops(self.model.mca_config, lengths, self._adapter_elements)
 
     def _check_finite(self, step: int, metrics: StepMetrics) -> None:
         grad_norm = metrics.grad_norm if metrics.updated else 0.0  # an overflow of fp16 is answered by a lower scale

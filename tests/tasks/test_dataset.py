@@ -147,7 +147,8 @@ def test_the_job_knows_every_field_of_the_section_with_the_same_default():
     for name, default in DatasetConfig().model_dump(mode="json").items():
         assert getattr(DatasetSpec(), name) == default
     assert known - set(DatasetConfig.model_fields) == {
-        *("objective", "tokenizer_dir", "vocab_size", "resize_vocabulary", "output"),
+        *("objective", "tokenizer_dir", "vocab_size", "resize_vocabulary", "output", "work"),
+        "file_digests",
     }
 
 

@@ -82,7 +82,7 @@ def make_store(
 
 def train(model: str, store: str, out: str, options: dict[str, Any]) -> dict[str, Any]:
     """One rank of a training run. Returns its result and its log."""
-    from mca_lib.data.token_store import TokenStore
+    from mca_lib.data.indexed_rows import open_split
     from mca_lib.models import AutoModel
     from mca_lib.parallel import initialize_model_parallel
     from mca_lib.trainers import McaTrainer, Seq2SeqTrainingArguments
@@ -91,7 +91,7 @@ def train(model: str, store: str, out: str, options: dict[str, Any]) -> dict[str
     args = Seq2SeqTrainingArguments(output_dir=out, **{**HYPERPARAMETERS, **options})
     initialize_model_parallel(args, args.seed)
     splits = [Path(store) / name for name in ("train", "eval")]
-    stores = [TokenStore.open(path) if path.is_dir() else None for path in splits]
+    stores = [open_split(path) if path.is_dir() else None for path in splits]
     result = McaTrainer(AutoModel.from_pretrained(model, args), args, *stores).train()
     log = [line for line in read_log(Path(out)) if "loss" in line]
     return {"result": asdict(result), "log": log}
@@ -128,10 +128,10 @@ def plain_training(model: str, store: str, steps: int) -> list[tuple[float, floa
     import torch
     from transformers import AutoModelForCausalLM, get_scheduler
 
-    from mca_lib.data.token_store import TokenStore
+    from mca_lib.data.indexed_rows import open_split
     from mca_lib.trainers.schedule import Schedule
 
-    settings, rows = HYPERPARAMETERS, TokenStore.open(Path(store) / "train")
+    settings, rows = HYPERPARAMETERS, open_split(Path(store) / "train")
     schedule = Schedule(len(rows), settings["global_batch_size"], settings["seed"], max_steps=steps)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
     decayed = [p for p in network.parameters() if p.ndim > 1]

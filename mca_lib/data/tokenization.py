@@ -1,0 +1,179 @@
+"""Plain text into tokens by datatrove: one task per part of the data files, here, on Slurm or on Ray.
+
+    <work>/shards.jsonl                   the parts, in order (mca_lib/data/shards.py)
+    <work>/drawn/00000.npy                bool: which rows of the part are used, where `max_rows` draws some
+    <work>/tokens/00000_tokens.bin .idx   documents of a part that are kept, in Megatron's format
+    <work>/tokens/00000_keys.npy          uint64 [D]: of the text of each document, see `mca_lib/data/split.py`
+    <work>/tokens/00000.json              what became of the other rows
+    <work>/log/completions/00000          the part is done: a killed run goes on with the others
+
+The parts follow from the data files alone and are merged in their order, so workers decide nothing but speed.
+Documents are those of the token store: the same reader, rules and encoder. datatrove's own tokenizer step differs: it
+lets control tokens of the text through, knows no BOS and no token without a row in the model, and keeps documents of
+one token.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datatrove.data import Document
+from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+from datatrove.executor.base import PipelineExecutor
+from datatrove.pipeline.base import PipelineStep
+from datatrove.pipeline.tokens.megatron_tokenizer import MegatronTokenizedFile
+
+from mca_lib.data.alignment import Message, Sample
+from mca_lib.data.encoding import CHUNK, EncodingLimits, TextEncoder, encode_chunk
+from mca_lib.data.indexed_format import token_dtype
+from mca_lib.data.outcome import Outcome
+from mca_lib.data.rows import read_samples
+from mca_lib.data.shards import read_shard
+from mca_lib.data.spec import DatasetSpec
+from mca_lib.data.split import hold_out_keys
+from mca_lib.errors import ConfigError, DataError
+from mca_lib.job import progress_writer
+from mca_lib.tokenizer import load_tokenizer
+
+SHARDS, DRAWN, TOKENS, LOG = "shards.jsonl", "drawn", "tokens", "log"
+POLL_SECONDS = 5.0
+
+
+class ReadRows(PipelineStep):
+    """The usable rows of this task's part, as documents; those that are drawn where `max_rows` says how many."""
+
+    name, type = "rows", "📖 - READER"
+
+    def __init__(self, work: str) -> None:
+        super().__init__()
+        self.work = work
+
+    def run(self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        shard = read_shard(Path(self.work, SHARDS), rank)
+        drawn = Path(self.work, DRAWN, f"{rank:05d}.npy")
+        chosen = np.load(drawn) if drawn.exists() else None
+        samples = (sample for sample in read_samples([shard]) if isinstance(sample, Sample))
+        for index, sample in enumerate(samples):
+            if chosen is None or (index < len(chosen) and chosen[index]):
+                yield Document(text=sample.messages[0].content, id=sample.where)
+
+
+class WriteTokens(PipelineStep):
+    """Encodes documents as the token store has them and writes the part's files."""
+
+    name, type = "tokens", "🔢 - TOKENIZER"
+
+    def __init__(self, work: str, tokenizer_dir: str, vocab_size: int, seed: int) -> None:
+        super().__init__()
+        self.work, self.tokenizer_dir, self.vocab_size, self.seed = work, tokenizer_dir, vocab_size, seed
+
+    def run(self, data: Iterable[Document], rank: int = 0, world_size: int = 1) -> None:
+        folder = Path(self.work, TOKENS)
+        encoder, limits = text_encoder(self.tokenizer_dir), EncodingLimits(None, self.vocab_size)
+        file = MegatronTokenizedFile(
+            str(folder), f"{rank:05d}_tokens", token_size=token_dtype(self.vocab_size).itemsize
+        )
+        outcome, keys = Outcome(), []
+        for documents in batched(data, CHUNK):
+            samples = [Sample((Message("user", document.text),), where=document.id) for document in documents]
+            chunk = encode_chunk(samples, encoder, limits)
+            outcome.add(chunk)
+            keys.append(hold_out_keys(chunk.contents, self.seed))
+            for tokens in np.split(chunk.tokens_T, np.cumsum(chunk.lengths_N)[:-1]):
+                if len(tokens):
+                    file.write(tokens)
+        file.close()
+        np.save(folder / f"{rank:05d}_keys.npy", np.concatenate([np.zeros(0, dtype=np.uint64), *keys]))
+        (folder / f"{rank:05d}.json").write_text(json.dumps(vars(outcome)), encoding="utf-8")
+        done = len(list(Path(self.work, LOG, "completions").glob("*"))) + 1
+        progress_writer()(min(done, world_size), world_size)
+
+
+@functools.cache
+def text_encoder(tokenizer_dir: str) -> TextEncoder:
+    """One per process; forked workers find it there."""
+    tokenizer = load_tokenizer(tokenizer_dir)
+    tokenizer.model_max_length = 2**62  # long texts are cut later; the warning would be noise
+    return TextEncoder(tokenizer)
+
+
+def build_executor(
+    settings: Mapping[str, Any], workers: int, steps: list[PipelineStep], tasks: int, work: Path
+) -> PipelineExecutor:
+    """datatrove's executor for a recipe's `dataset.executor`.
+
+    Args:
+        settings: fields of `tasks.dataset.ExecutorConfig`.
+        workers: tasks that run at the same time.
+
+    Raises:
+        ConfigError: it needs a program or package that is not installed.
+    """
+    common = {"pipeline": steps, "tasks": tasks, "workers": workers, "logging_dir": str(work / LOG)}
+    if settings["kind"] == "local":
+        return LocalPipelineExecutor(**common, start_method="fork")
+    if settings["kind"] == "ray":
+        if importlib.util.find_spec("ray") is None:
+            raise ConfigError("dataset.executor.kind: ray is not installed; pip install ray, or use local")
+        return RayPipelineExecutor(**common, mem_per_cpu_gb=settings["mem_per_cpu_gb"], time=settings["time"])
+    if shutil.which("sbatch") is None:
+        raise ConfigError("dataset.executor.kind: slurm needs sbatch on this machine, and there is none; use local")
+    return SlurmPipelineExecutor(
+        **common,
+        time=settings["time"],
+        partition=settings["partition"],
+        qos=settings["qos"],
+        mem_per_cpu_gb=settings["mem_per_cpu_gb"],
+        sbatch_args=dict(settings["sbatch_args"]),
+        job_name="mcaflow-tokenize",
+        # The worker's interpreter is this one, on a file system that the nodes share.
+        env_command=f'export PATH="{Path(sys.executable).parent}:$PATH"',
+    )
+
+
+def tokenize(job: DatasetSpec, work: Path, tasks: int) -> None:
+    """Run all tasks that are not done yet to their end.
+
+    Raises:
+        UserError: what a local task found wrong with the data.
+        DataError: tasks on a cluster did not finish.
+    """
+    for folder in (TOKENS, LOG):
+        (work / folder).mkdir(exist_ok=True)
+    text_encoder(job.tokenizer_dir)
+    steps = [ReadRows(str(work)), WriteTokens(str(work), job.tokenizer_dir, job.vocab_size, job.seed)]
+    executor = build_executor(job.executor, job.num_workers, steps, tasks, work)
+    # Forked tokenizers must not have threads of their own.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    executor.run()
+    if isinstance(executor, SlurmPipelineExecutor):
+        _wait_for_slurm(executor)
+    if missing := executor.get_incomplete_ranks(skip_completed=True):
+        raise DataError(
+            f"{len(missing)} of {tasks} tokenizing tasks did not finish, first {missing[0]}; see {work / LOG}, "
+            "then run again"
+        )
+
+
+def _wait_for_slurm(executor: SlurmPipelineExecutor) -> None:
+    """Until all tasks are done, or the job has left the queue."""
+    while executor.get_incomplete_ranks(skip_completed=True):
+        if not _queued(executor.job_id):
+            time.sleep(POLL_SECONDS)  # the last marks may still be on their way through a shared file system
+            return
+        time.sleep(POLL_SECONDS)
+
+
+def _queued(job_id: str) -> bool:
+    answer = subprocess.run(["squeue", "--noheader", "--jobs", str(job_id)], capture_output=True, text=True)
+    return answer.returncode == 0 and bool(answer.stdout.strip())
