@@ -104,10 +104,14 @@ def describe_metrics(metrics: dict[str, object]) -> str:
                 parts.append(f"{value:,.0f} tokens/s")
             case "memory_mb", int() | float():
                 parts.append(f"{value:,.0f} MB")
+            case "mfu", int() | float():
+                parts.append(f"mfu {value:.1%}")
             case "learning_rate", int() | float():
                 parts.append(f"lr {value:.2e}")
             case (("step" | "total" | "done" | "epoch" | "time"), _):
                 continue
+            case (("tokens_per_second_per_device" | "step_seconds" | "data_wait" | "eval_runtime"), _):
+                continue  # in the log
             case str(), _ if "/" in name and not name.endswith(("rewards/margins", "rewards/accuracies")):
                 continue  # one line has no room for all measures of a preference training; the log has them
             case _, float():
