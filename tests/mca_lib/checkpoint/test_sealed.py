@@ -1,0 +1,40 @@
+"""A sealed directory is read whole or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from mca_lib.checkpoint.sealed import RECORD_NAME, find_damage, new_staging, remove, remove_leftovers, seal
+
+
+@pytest.fixture
+def sealed(tmp_path) -> Path:
+    staging = new_staging(tmp_path)
+    (staging / "state").mkdir()
+    for name in ("state/tensors", "trainer.json"):
+        (staging / name).write_bytes(os.urandom(64))
+    seal(staging, tmp_path / "checkpoint-2", {"step": 2})
+    return tmp_path / "checkpoint-2"
+
+
+@pytest.mark.parametrize("name", ["state/tensors", "trainer.json", RECORD_NAME])
+@pytest.mark.parametrize("kind", ["flipped", "cut", "gone"])
+def test_damage_to_any_file_is_found(sealed, name, kind):
+    assert find_damage(sealed) is None
+    path = sealed / name
+    data = path.read_bytes()
+    if kind == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(data[:-1] if kind == "cut" else bytes([data[0] ^ 1]) + data[1:])
+    assert name in find_damage(sealed)
+
+
+def test_what_is_removed_has_lost_its_name_before_its_files(sealed, monkeypatch):
+    monkeypatch.setattr("mca_lib.checkpoint.sealed.shutil.rmtree", lambda path: None)  # killed there
+    remove(sealed)
+    assert not sealed.exists()
+    monkeypatch.undo()
+    remove_leftovers(sealed.parent)
+    assert not list(sealed.parent.iterdir())
