@@ -23,6 +23,7 @@ from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.registry import check_hf_config, check_layout, config_from_hf
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from mca_lib.trainers.llama_factory import check_model as check_backend
+from mca_lib.trainers.tracking import tracker_problems
 from tasks.store import ArtifactStore
 
 # Bytes that a stage writes per byte of the model's weights; checkpoints of training are counted in `check_space`.
@@ -35,6 +36,8 @@ def check_recipe(config: PipelineConfig) -> None:
     """Raise a UserError for a store, a data file, a template or a local model that cannot be used."""
     _check_features(config)
     _check_ranks(config)
+    for problem in tracker_problems(config.training.report_to):
+        raise ConfigError(f"training.report_to: {problem}")
     ArtifactStore(config.store.path)
     if config.dataset.template is not None:
         check_template(config.dataset.template)

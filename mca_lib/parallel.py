@@ -87,8 +87,7 @@ def initialize_model_parallel(args: DistributingParallelArguments, seed: int = 4
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    if not dist.is_initialized():
-        _init_process_group(platform.backend)
+    init_process_group(platform.backend)
     args.check(dist.get_world_size())
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
@@ -137,9 +136,12 @@ def destroy_model_parallel() -> None:
         dist.destroy_process_group()
 
 
-def _init_process_group(backend: str) -> None:
+def init_process_group(backend: str) -> None:
+    """The default process group of torchrun's ranks, or of this process alone; one that exists is used as it is."""
     import torch.distributed as dist
 
+    if dist.is_initialized():
+        return
     if os.environ.get("LOCAL_WORLD_SIZE", "1") == os.environ.get("WORLD_SIZE", "1"):
         # One machine: no name look-up, and no other host can connect.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

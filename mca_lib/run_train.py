@@ -1,4 +1,4 @@
-"""Train on Megatron-Core, one process per rank:
+"""Train on Megatron-Core, or with `use_mca: false` by LLaMA-Factory, one process per rank:
 
     python -m torch.distributed.run --standalone --nproc-per-node N -m mca_lib.run_train ARGS.json
     python -m mca_lib.run_train --model_name_or_path DIR --token_store STORE --output_dir OUT
@@ -29,6 +29,7 @@ from mca_lib.trainers.arguments import (
 )
 
 if TYPE_CHECKING:
+    from mca_lib.data.indexed_rows import Rows
     from mca_lib.models import VirtualModels
     from mca_lib.trainers.preference import PreferenceArguments
     from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
@@ -188,15 +189,37 @@ def mca_train(
     STAGES[finetuning_args.stage](training_args, model_args, data_args, finetuning_args)
 
 
+def llama_factory_train(
+    training_args: "Seq2SeqTrainingArguments",
+    model_args: ModelArguments,
+    data_args: DataArguments,
+    finetuning_args: FinetuningArguments,
+) -> None:
+    """Train with LLaMA-Factory's trainers, on the same rows in the same steps; all ranks are replicas.
+
+    Raises:
+        ConfigError: an argument that works on Megatron-Core alone is set.
+    """
+    from mca_lib.trainers.llama_factory import refuse_megatron_arguments
+
+    preference = preference_arguments(finetuning_args) if finetuning_args.stage == "dpo" else None
+    refuse_megatron_arguments(training_args)
+    stores = _open_stores(training_args, data_args, finetuning_args)
+    source = Path(download_model(model_args.model_name_or_path))
+    # Here, because it imports LLaMA-Factory, which takes seconds.
+    from mca_lib.trainers.llama_factory import backend
+
+    backend.train(training_args, model_args, finetuning_args, source, *stores, preference)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Entry point of every rank. Raises what went wrong, after leaving word for the launcher."""
     die_with_launcher()
     _set_up_logging()
     try:
         training_args, model_args, data_args, finetuning_args, _, use_mca_args = get_args(argv)
-        if not use_mca_args.use_mca:
-            raise ConfigError("use_mca=false (LLaMA-Factory's trainers) is not supported yet: use use_mca=true")
-        mca_train(training_args, model_args, data_args, finetuning_args)
+        train = mca_train if use_mca_args.use_mca else llama_factory_train
+        train(training_args, model_args, data_args, finetuning_args)
     except Exception as error:
         report_failure(error)
         raise
@@ -208,18 +231,9 @@ def _train(
     data_args: DataArguments,
     finetuning_args: FinetuningArguments,
 ) -> None:
-    from mca_lib.data.token_store import TokenStore
     from mca_lib.parallel import destroy_model_parallel, initialize_model_parallel
 
-    if data_args.token_store is None:
-        raise ConfigError("token_store is missing: give the directory that holds the splits train and eval")
-    splits = {name: Path(data_args.token_store) / name for name in ("train", "eval")}
-    if not splits["train"].is_dir():
-        raise DataError(f"token_store={data_args.token_store!r} has no split 'train'")
-    _check_objective(Path(data_args.token_store), finetuning_args.stage)
-    training_args.batch_shape(training_args.world_size)
-    train_rows = TokenStore.open(splits["train"])
-    eval_rows = TokenStore.open(splits["eval"]) if splits["eval"].is_dir() and training_args.do_eval else None
+    train_rows, eval_rows = _open_stores(training_args, data_args, finetuning_args)
     directory = download_model(model_args.model_name_or_path)
     initialize_model_parallel(training_args, training_args.seed)
 
@@ -236,6 +250,23 @@ def _train(
     else:
         McaTrainer(model, training_args, train_rows, eval_rows).train()
     destroy_model_parallel()
+
+
+def _open_stores(
+    training_args: "Seq2SeqTrainingArguments", data_args: DataArguments, finetuning_args: FinetuningArguments
+) -> "tuple[Rows, Rows | None]":
+    """The splits train and eval. Raises ConfigError or DataError for what cannot be trained on."""
+    from mca_lib.data.indexed_rows import open_split
+
+    if data_args.token_store is None:
+        raise ConfigError("token_store is missing: give the directory that holds the splits train and eval")
+    splits = {name: Path(data_args.token_store) / name for name in ("train", "eval")}
+    if not splits["train"].is_dir():
+        raise DataError(f"token_store={data_args.token_store!r} has no split 'train'")
+    _check_objective(Path(data_args.token_store), finetuning_args.stage)
+    training_args.batch_shape(training_args.world_size)
+    has_eval = splits["eval"].is_dir() and training_args.do_eval
+    return open_split(splits["train"]), open_split(splits["eval"]) if has_eval else None
 
 
 def preference_arguments(finetuning_args: FinetuningArguments) -> "PreferenceArguments":

@@ -1,4 +1,4 @@
-"""Stage *train*: Megatron-Core on all ranks.
+"""Stage *train*: Megatron-Core on all ranks, or with `training.use_mca: false` LLaMA-Factory's trainers.
 
 identity    the training section; LoRA's or DPO's section where it is used
 inputs      the converted checkpoint; the train split of the data set
@@ -17,6 +17,7 @@ from mca_lib.adapters.targets import target_names
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout_rules import check_training_layout
+from mca_lib.trainers.llama_factory import check_model
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
 from tasks.launchers import launch
@@ -36,6 +37,8 @@ from tasks.training_config import (
 RESULT_NAME = "train_result.json"
 # fp32 weights and two Adam moments for each weight of 2 bytes, and the weights themselves.
 CHECKPOINT_PER_WEIGHT_BYTE = 7
+# In fp32: the model that it starts from, its result, and that as a checkpoint.
+COPIES_OF_LLAMA_FACTORY = 6
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,8 @@ class TrainStage(Stage):
             return super().space_needed()  # the model itself is not written
         weights = sum(path.stat().st_size for path in (self.checkpoint.path / "model").rglob("*") if path.is_file())
         checkpoints = self.training.save_total_limit + 1 if self.training.save_steps else 1
-        return super().space_needed() + weights * (1 + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
+        copies = 1 if self.training.use_mca else COPIES_OF_LLAMA_FACTORY
+        return super().space_needed() + weights * (copies + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
 
     def produce(self, ctx: StageContext) -> Produced:
         problems = training_problems(self.training, self.parallel, self.launcher)
@@ -86,6 +90,8 @@ class TrainStage(Stage):
             raise ConfigError(problem)
         config = McaModelConfig.from_pretrained(self.checkpoint.path)
         check_training_layout(config, self.parallel)
+        if not self.training.use_mca:
+            check_model(config, adapters=self._trains_adapters)
         if self._trains_adapters:
             target_names(config, self.lora.target_modules)
         final, result = ctx.work / "final", ctx.work / RESULT_NAME

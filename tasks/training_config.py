@@ -18,7 +18,8 @@ class TrainingConfig(Section):
     stage: Literal["pt", "sft", "dpo"] = "sft"
     """Pretraining, supervised fine-tuning, or preference optimization."""
     use_mca: bool = True
-    """Megatron-Core; false falls back to LLaMA-Factory's trainers."""
+    """Megatron-Core; false: LLaMA-Factory's own trainers, on the same rows in the same steps. All ranks are replicas
+    then, and use_distributed_optimizer, preflight and async_save have no effect."""
     finetuning_type: Literal["full", "lora"] = "full"
     """All weights, or adapters beside frozen weights (section `lora`)."""
     global_batch_size: PositiveInt = 8
@@ -158,6 +159,8 @@ class LauncherConfig(Section):
     """Ranks on each machine; data parallelism is what TP × PP × CP leaves of them."""
     rdzv_endpoint: Execution[str | None] = None
     """`host:port` of this machine at which the others find it, for `nodes`."""
+    join_seconds: Execution[PositiveInt] = 600
+    """How long to wait for the others, for `nodes`."""
     interface: Execution[str | None] = None
     """Network interface between the machines, as `eth0`; by default the one that the host's name resolves to."""
     omp_num_threads: Execution[PositiveInt] = 1
@@ -208,8 +211,7 @@ class DpoConfig(Section):
 
 def training_problems(training: TrainingConfig, parallel: ParallelConfig, launcher: LauncherConfig) -> Iterator[str]:
     """What these sections ask for and this release cannot do, and numbers that do not divide: `field: reason`."""
-    if not training.use_mca:
-        yield "training.use_mca: the LLaMA-Factory backend is not available in this release; use true"
+    yield from backend_problems(training, parallel)
     yield from option_problems(training)
     ranks, problems = launcher.ranks, [*size_problems(parallel)]
     problems = problems or [f"launcher.nproc_per_node: {problem}" for problem in rank_problems(parallel, ranks)]
@@ -223,6 +225,35 @@ def training_problems(training: TrainingConfig, parallel: ParallelConfig, launch
             f"training.global_batch_size: {training.global_batch_size} is not a multiple of training.micro_batch_size "
             f"× data parallel size = {training.micro_batch_size} × {replicas} = {rows}"
         )
+
+
+MEGATRON_ALONE = (
+    "fp8",
+    "moe_aux_loss_coeff",
+    "moe_z_loss_coeff",
+    "moe_router_bias_update_rate",
+    "mtp_loss_weight",
+    "freeze",
+    "overlap_grad_reduce",
+    "overlap_param_gather",
+    "optimizer_offload_fraction",
+    "load_best_model_at_end",
+)
+"""Fields of `training` that LLaMA-Factory's trainers do not have, beside those that change nothing by default."""
+
+
+def backend_problems(training: TrainingConfig, parallel: ParallelConfig) -> Iterator[str]:
+    """What LLaMA-Factory's trainers cannot do: `field: reason`."""
+    if training.use_mca:
+        return
+    instead = "leave it out, or use training.use_mca true"
+    sections = {"training": (training, MEGATRON_ALONE), "parallel": (parallel, tuple(ParallelConfig.model_fields))}
+    for section, (config, names) in sections.items():
+        for name in names:
+            if getattr(config, name) != type(config).model_fields[name].get_default(call_default_factory=True):
+                yield f"{section}.{name}: LLaMA-Factory's trainers cannot do this; {instead}"
+    if training.recompute_granularity == "selective":
+        yield f"training.recompute_granularity: LLaMA-Factory's trainers have none and full; {instead}"
 
 
 def option_problems(training: TrainingConfig) -> Iterator[str]:

@@ -11,6 +11,7 @@ added. Merging is W + scaling · B·A in fp32, cast once, tensor by tensor on wh
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,11 +26,23 @@ from mca_lib.errors import CheckpointError
 from mca_lib.models.config import McaModelConfig, read_json
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from mca_lib.models.model_factory import VirtualModels
 
 CONFIG_NAME, WEIGHTS_NAME, BASE_NAME = "adapter_config.json", "adapter_model.safetensors", "mca_adapter.json"
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
+
+
+@dataclass(frozen=True)
+class AdapterFiles:
+    """What an adapter's files say beside its tensors."""
+
+    mca_config: McaModelConfig
+    lora_config: "LoraConfig"
+    base_digest: str | None
+    """Of the weights that it is for, where it is known."""
 
 
 def peft_name(module: str, matrix: str) -> str:
@@ -54,7 +67,8 @@ def save_adapter(models: "VirtualModels", directory: Path) -> None:
 
     def write() -> None:
         reader = CheckpointReader(passage)
-        write_adapter(models, {tensor.name: reader.read(tensor.name) for tensor in reader}, directory)
+        about = AdapterFiles(models.mca_config, models.lora_config, models.base_digest)
+        write_adapter(about, {tensor.name: reader.read(tensor.name) for tensor in reader}, directory)
 
     passage = Path(from_rank_0(lambda: new_passage(directory)))
     try:
@@ -67,15 +81,15 @@ def save_adapter(models: "VirtualModels", directory: Path) -> None:
             shutil.rmtree(passage, ignore_errors=True)
 
 
-def write_adapter(models: "VirtualModels", tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
+def write_adapter(about: AdapterFiles, tensors: Mapping[str, torch.Tensor], directory: Path) -> None:
     """Write the files, the configuration last: a directory without it is no adapter."""
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
     save_file({name: tensors[name] for name in sorted(tensors)}, directory / WEIGHTS_NAME, {"format": "pt"})
-    if models.base_digest is not None:
-        (directory / BASE_NAME).write_text(json.dumps({"base": models.base_digest}) + "\n", encoding="utf-8")
-    text = json.dumps(peft_config(models.mca_config, models.lora_config), indent=2, sort_keys=True)
+    if about.base_digest is not None:
+        (directory / BASE_NAME).write_text(json.dumps({"base": about.base_digest}) + "\n", encoding="utf-8")
+    text = json.dumps(peft_config(about.mca_config, about.lora_config), indent=2, sort_keys=True)
     (directory / CONFIG_NAME).write_text(text + "\n", encoding="utf-8")
 
 

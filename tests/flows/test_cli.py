@@ -119,7 +119,7 @@ BAD_INPUT: dict[str, tuple[Callable[[Workspace], None], list[str], str]] = {
     "batch not divisible": (nothing, ["training.micro_batch_size=3"], "training.global_batch_size: 8"),
     "unknown field": (nothing, ["training.learnin_rate=1"], "did you mean learning_rate?"),
     "store that is a file": (lambda w: (w.folder / "store").write_text(""), [], "store"),
-    "not available": (nothing, ["training.use_mca=false"], "training.use_mca"),
+    "not of this backend": (nothing, ["training.use_mca=false", "parallel.tensor=2"], "parallel.tensor: LLaMA-"),
     "unknown target": (
         nothing, ["training.finetuning_type=lora", "lora.target_modules=[q_prj]"], "lora.target_modules: no linear",
     ),

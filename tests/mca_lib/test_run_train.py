@@ -54,7 +54,7 @@ def test_a_wrong_argument_is_named(tmp_path, changes, named):
         ({"stage": "dpo", "pref_loss": "kto_pair"}, ConfigError, "pref_loss='kto_pair'"),
         ({"stage": "dpo", "use_ref_model": False}, ConfigError, "use_ref_model=False"),
         ({"stage": "dpo", "use_ref_model": True, "pref_loss": "orpo"}, ConfigError, "has no reference"),
-        ({"use_mca": False}, ConfigError, "use_mca=false"),
+        ({"use_mca": False, "context_parallel_size": 2}, ConfigError, "context_parallel_size=2 has no effect"),
         ({"token_store": None}, ConfigError, "token_store is missing"),
         ({"token_store": "/nowhere"}, DataError, "has no split 'train'"),
     ],

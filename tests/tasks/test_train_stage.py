@@ -212,7 +212,7 @@ def test_a_mistake_that_a_rank_finds_is_one_line(store, folder):
             "dpo.label_smoothing: .*use sigmoid",
         ),
         ({"training": LORA, "lora": LoraConfig(target_modules=["q_prj"])}, r"lora.target_modules: .*'q_proj'\?"),
-        ({"training": TRAINING.model_copy(update={"use_mca": False})}, "training.use_mca: "),
+        ({"training": TRAINING.model_copy(update={"use_mca": False, "freeze": ["norm"]})}, "training.freeze: LLaMA-"),
         ({"launcher": LauncherConfig(nproc_per_node=3)}, r"launcher.nproc_per_node: 3 ranks .* = 2"),
         (
             {"launcher": LauncherConfig(nproc_per_node=6)},
