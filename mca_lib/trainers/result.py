@@ -31,6 +31,8 @@ class TrainResult:
     """The same over the evaluation split after the last step; None without one."""
     eval_measures: dict[str, float | None]
     """What else the objective measures there."""
+    best: dict[str, float] | None
+    """Step and loss of the best evaluation, whose model is the result; None where the last one is."""
     tokens: int
     """Tokens that went through the model, padding excluded."""
     trained_tokens: int
@@ -52,6 +54,7 @@ class TrainResult:
         totals: Totals,
         final_loss: float,
         held_out: dict[str, float],
+        best: dict[str, float] | None,
         preflight: Preflight | None,
     ) -> Self:
         """From the counters of the run; all ranks take part."""
@@ -65,6 +68,7 @@ class TrainResult:
             train_loss=totals.loss_sum / totals.count if totals.count else None,
             eval_loss=means.pop("loss", None),
             eval_measures=means,
+            best=best,
             tokens=totals.tokens,
             trained_tokens=totals.loss_tokens,
             tokens_per_second=round(totals.tokens / max(totals.seconds, 1e-9), 1),

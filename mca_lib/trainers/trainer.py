@@ -319,7 +319,8 @@ class McaTrainer:
     def _finish(
         self, step: int, totals: Totals, final_loss: float, held_out: dict[str, float], tried: Preflight | None
     ) -> TrainResult:
-        result = TrainResult.of(step, self.schedule.epoch_at(step), totals, final_loss, held_out, tried)
+        best = self._best.found if self._best else None
+        result = TrainResult.of(step, self.schedule.epoch_at(step), totals, final_loss, held_out, best, tried)
         if self._is_rank_0:
             result.write(self.output_dir)
         self.callbacks.log(finite({"train_loss": result.train_loss, "train_runtime": result.seconds}))
