@@ -4,7 +4,8 @@
     a mistake of the user, SIGTERM                no restart: it would end in the same way
 
 torchrun (2.15) restarts after any failure, and then hands the ranks the store of the attempt before, with addresses
-where nobody listens any more: gloo cannot connect (pytorch/pytorch#167288). Its agent is subclassed here, in three methods of its own protocol.
+where nobody listens any more: gloo cannot connect (pytorch/pytorch#167288). Its agent is subclassed here, in three
+methods of its own protocol.
 """
 
 import logging

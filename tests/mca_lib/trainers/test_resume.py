@@ -21,7 +21,7 @@ from tests.mca_lib.trainers.training import (
 )
 from tests.ranks import RankError
 
-OPTIONS = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2}  # 10 steps
+OPTIONS = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2, "async_save": True}  # 10 steps
 
 LAYOUTS = {
     "one rank": (1, {}),
@@ -101,18 +101,6 @@ def test_a_kill_while_a_checkpoint_is_written_loses_at_most_that_checkpoint(rank
     assert not list(out.glob(".staging-*"))
 
 
-def test_sigterm_saves_at_the_end_of_the_step_and_leaves_with_143(ranks, folder):
-    places, out = (f"{folder}/model", f"{folder}/store"), folder / "terminated"
-    options = {**OPTIONS, "save_steps": 0}
-    with pytest.raises(RankError) as failure:
-        ranks(2, train_until, *places, str(out), options, 5, signal.SIGTERM)
-    assert str(failure.value).count("SystemExit: 143") == 2, "both ranks leave, although one was told"
-    assert [path.name for path in out.glob("checkpoint-*")] == ["checkpoint-5"]
-    ranks(2, train, *places, str(out), options)
-    ranks(2, train, *places, str(folder / "not terminated"), options)
-    assert ranks(1, same_weights, out / "final", folder / "not terminated" / "final") == [True]
-
-
 def test_a_checkpoint_resumes_at_another_layout(ranks, folder):
     places, out = (f"{folder}/tied", f"{folder}/store"), folder / "relayout"
     # Tied embeddings, and a vocabulary that is padded for two tensor parallel ranks and not for one.
@@ -188,21 +176,17 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_a_damaged_newest_checkpoint_is_set_aside_for_the_one_before(ranks, folder):
-    places, out = (f"{folder}/model", f"{folder}/store"), folder / "damaged"
+@pytest.mark.parametrize("damaged", [("checkpoint-6",), ("checkpoint-4", "checkpoint-6")], ids=["newest", "all"])
+def test_damaged_checkpoints_are_set_aside_for_the_one_before_or_the_start(ranks, folder, damaged):
+    places, out = (f"{folder}/model", f"{folder}/store"), folder / f"{len(damaged)} damaged"
     with pytest.raises(RankError, match="exit -9"):
-        ranks(1, train_until, *places, str(out), OPTIONS, 7, signal.SIGKILL)
-    damage(max((out / "checkpoint-6" / "state").glob("*.distcp"), key=lambda path: path.stat().st_size))
+        ranks(1, train_until, *places, str(out), OPTIONS, 8, signal.SIGKILL)
+    for name in damaged:
+        damage(max((out / name / "state").glob("*.distcp"), key=lambda path: path.stat().st_size))
     ranks(1, train, *places, str(out), OPTIONS)
     ranks(1, train, *places, str(folder / "reference"), OPTIONS)
     assert ranks(1, same_weights, out / "final", folder / "reference" / "final") == [True]
-    assert len(list(out.glob("damaged-checkpoint-6-*"))) == 1
-
-
-def test_the_newest_whole_checkpoints_are_kept(ranks, folder):
-    out = folder / "rotated"
-    ranks(1, train, f"{folder}/model", f"{folder}/store", str(out), OPTIONS)
-    assert sorted(path.name for path in out.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    assert sorted(path.name[:-7] for path in out.glob("damaged-*")) == [f"damaged-{name}" for name in damaged]
 
 
 def test_a_checkpoint_of_a_run_with_other_settings_is_refused(ranks, folder):

@@ -24,7 +24,6 @@ def test_the_tables_name_fields_of_transformers():
         {"deepspeed": "ds.json"},
         {"optim": "adafactor"},
         {"fp16_full_eval": True},
-        {"load_best_model_at_end": True},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -48,6 +47,8 @@ def test_a_field_without_effect_is_refused(options):
         ({"fp16": True, "bf16": True}, "fp16 and bf16"),
         ({"fp16": True, "expert_model_parallel_size": 2}, "fp16=True with expert_model_parallel_size=2"),
         ({"logging_steps": 0.5}, r"logging_steps=0\.5"),
+        ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs evaluations"),
+        ({"load_best_model_at_end": True, "eval_strategy": "epoch", "metric_for_best_model": "f1"}, "the best model"),
     ],
 )
 def test_an_impossible_value_is_a_config_error_of_one_line(options, named):
