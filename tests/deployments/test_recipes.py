@@ -27,6 +27,12 @@ def test_demo_lora_reads_what_make_demo_writes():
     assert (demo.training.finetuning_type, demo.lora.target_modules) == ("lora", ["all-linear"])
 
 
+def test_demo_pt_reads_what_make_demo_writes():
+    demo = load_recipe(RECIPES / "demo-pt.yaml")
+    assert (demo.model.name_or_path, demo.dataset.files) == (".mcaflow/demo/model", [".mcaflow/demo/data.json"])
+    assert (demo.training.stage, demo.dataset.storage) == ("pt", "indexed")
+
+
 def test_smollm2_takes_its_data_file_from_the_command_line():
     recipe = load_recipe(RECIPES / "smollm2-sft.yaml", ["dataset.files=[mine.json]"])
     assert recipe.dataset.files == ["mine.json"]
