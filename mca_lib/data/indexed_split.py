@@ -10,6 +10,7 @@ import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,11 @@ class CorpusSource:
     """Of the .bin and .idx files."""
     largest_id: int
 
+    @cached_property
+    def num_tokens(self) -> int:
+        """Of the documents to train on."""
+        return int(self.tokens.lengths_D[self.documents_N].sum(dtype=np.int64))
+
 
 def write_indexed_split(path: Path, sources: Sequence[CorpusSource], *, sequence_length: int, seed: int) -> IndexedRows:
     """Write the indices of a split and open it. The corpora lie in `path` already, or where the user has them.
@@ -52,7 +58,7 @@ def write_indexed_split(path: Path, sources: Sequence[CorpusSource], *, sequence
         DataError: a corpus without two tokens, or none of a blend that fills one row.
     """
     for source in sources:
-        if int(source.tokens.lengths_D[source.documents_N].sum(dtype=np.int64)) < 2:
+        if source.num_tokens < 2:
             raise DataError(f"{source.label}: holds no two tokens, so nothing can be predicted; leave it out")
     cache = path / ".cache"
     shutil.rmtree(cache, ignore_errors=True)
@@ -60,10 +66,10 @@ def write_indexed_split(path: Path, sources: Sequence[CorpusSource], *, sequence
     blended = sources[0].weight is not None
     if blended:
         datasets = _write_blend(path, sources, config)
-        tokens = sequence_length * sum(len(_gpt_dataset(source, None, config)) for source in sources)
+        tokens = sequence_length * _whole_rows(sources, sequence_length)
     else:
         datasets = [_gpt_dataset(source, None, config) for source in sources]
-        tokens = sum(int(s.tokens.lengths_D[s.documents_N].sum(dtype=np.int64)) - 1 for s in sources)
+        tokens = sum(source.num_tokens - 1 for source in sources)
     for source, dataset in zip(sources, datasets, strict=True):
         samples = dataset.sample_index if blended else _with_rest(source, dataset)
         np.save(path / f"{source.name}.document_index.npy", dataset.document_index)
@@ -98,7 +104,7 @@ def indexed_statistics(rows: IndexedRows, sources: Sequence[CorpusSource], seque
         "corpora": {
             source.label: {
                 "documents": len(source.documents_N),
-                "tokens": int(source.tokens.lengths_D[source.documents_N].sum(dtype=np.int64)),
+                "tokens": source.num_tokens,
                 "weight": source.weight,
                 "rows": count,
             }
@@ -122,7 +128,7 @@ def _write_blend(path: Path, sources: Sequence[CorpusSource], config: "GPTDatase
     """Write which row of which corpus each row is. Returns the corpora with as many rows as that needs."""
     from megatron.core.datasets.blended_dataset import BlendedDataset
 
-    size = sum(len(_gpt_dataset(source, None, config)) for source in sources)
+    size = _whole_rows(sources, config.sequence_length)
     if not size:
         raise DataError(
             f"dataset.cutoff_len: no corpus of the blend holds {config.sequence_length + 1} tokens; use less"
@@ -141,6 +147,11 @@ def _write_blend(path: Path, sources: Sequence[CorpusSource], config: "GPTDatase
     np.save(path / "row_corpora.npy", blend.dataset_index)
     np.save(path / "row_samples.npy", rows)
     return datasets
+
+
+def _whole_rows(sources: Sequence[CorpusSource], sequence_length: int) -> int:
+    """Full rows of all corpora. The last label of a row is the token after it."""
+    return sum((source.num_tokens - 1) // sequence_length for source in sources)
 
 
 def _gpt_dataset(source: CorpusSource, num_samples: int | None, config: "GPTDatasetConfig") -> "GPTDataset":

@@ -12,7 +12,6 @@ from typing import NamedTuple, Protocol
 from mca_lib.data.alignment import Sample, UnusableRow, parse_row
 from mca_lib.data.files import describe_place, read_rows
 from mca_lib.data.formats import Source, SourceConfig, resolve_sources
-from mca_lib.data.indexed_format import open_indexed
 from mca_lib.data.suggest import suggestion
 from mca_lib.data.templates import check_template, template_names
 from mca_lib.errors import ConfigError, DataError
@@ -73,6 +72,9 @@ def validate_sources(config: ValidatedConfig, objective: str) -> Summary:
             )
         check_template(config.template)
     if sources[0].format.layout == "indexed":
+        # Here, because it imports numpy.
+        from mca_lib.data.indexed_format import open_indexed
+
         documents = sum(len(open_indexed(source.path.with_suffix("")).lengths_D) for source in sources)
         return Summary(documents, {"train": documents}, {}, ())
     if objective == "dpo" and config.train_on_prompt:
