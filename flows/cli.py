@@ -63,6 +63,20 @@ def check(recipe: Recipe, overrides: Overrides = None, store: StorePath = None) 
 
 
 @app.command()
+def agent(
+    endpoint: Annotated[str, typer.Argument(metavar="HOST:PORT", help="The run's launcher.rdzv_endpoint.")],
+    keep: Annotated[bool, typer.Option("--keep", help="Go on with the next run when one has ended.")] = False,
+) -> None:
+    """Take part in a run of `launcher.kind: nodes` with this machine; before or after the run has started.
+
+    Ends with the run's exit code. Whoever answers at HOST:PORT decides what runs here.
+    """
+    from flows.agent_command import take_part
+
+    take_part(endpoint, keep=keep)
+
+
+@app.command()
 def fields(
     section: Annotated[str | None, typer.Argument(help="Only this section, for instance training.")] = None,
 ) -> None:

@@ -1,6 +1,6 @@
 """What can be known to fail is said before anything expensive starts, without torch and without Megatron.
 
-check_recipe     the recipe alone: store, template, files, a local model directory; milliseconds
+check_recipe     the recipe alone: launcher, store, template, files, a local model directory; milliseconds
 check_data       every row of the data, unless the store has the tokenized data set already
 check_model      the model's config.json and headers against the recipe; for a model of a hub right after the download
 check_space      room in the store for what the run is going to write
@@ -24,6 +24,7 @@ from mca_lib.models.registry import check_hf_config, check_layout, config_from_h
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from mca_lib.trainers.llama_factory import check_model as check_backend
 from mca_lib.trainers.tracking import tracker_problems
+from tasks.launchers.check import check_launcher
 from tasks.store import ArtifactStore
 
 # Bytes that a stage writes per byte of the model's weights; checkpoints of training are counted in `check_space`.
@@ -35,7 +36,7 @@ _CHECKPOINT_PER_WEIGHT = 7.0
 def check_recipe(config: PipelineConfig) -> None:
     """Raise a UserError for a store, a data file, a template or a local model that cannot be used."""
     _check_features(config)
-    _check_ranks(config)
+    check_launcher(config.launcher)
     for problem in tracker_problems(config.training.report_to):
         raise ConfigError(f"training.report_to: {problem}")
     ArtifactStore(config.store.path)
@@ -103,13 +104,6 @@ def _check_features(config: PipelineConfig) -> None:
         raise ConfigError("model.trust_remote_code: not available in this release; use false")
     if config.checkpoint.kind == "hybrid":
         raise ConfigError("checkpoint.kind: hybrid is not available in this release; use gpt")
-
-
-def _check_ranks(config: PipelineConfig) -> None:
-    """Many more ranks than cores never end; eight a core is beyond any use."""
-    ranks, cores = config.launcher.nproc_per_node, os.cpu_count() or 1
-    if ranks > 8 * cores:
-        raise ConfigError(f"launcher.nproc_per_node: {ranks} ranks are too many for a machine with {cores} CPU cores")
 
 
 def _read_config(model_dir: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from tasks.dataset import DatasetConfig
 from tasks.download import ModelConfig
 from tasks.evaluate import EvalConfig
 from tasks.export import ExportConfig
+from tasks.launchers.check import launcher_problems
 from tasks.section import Execution, Section
 from tasks.training_config import (
     DpoConfig,
@@ -91,9 +92,13 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
         yield "training.max_steps: 0 steps train nothing; use -1 to derive them from training.num_train_epochs"
     if training.min_learning_rate > training.learning_rate:
         yield "training.min_learning_rate: greater than training.learning_rate"
+    yield from launcher_problems(config.launcher)
     yield from training_problems(training, config.parallel, config.launcher)
     yield from preference_problems(training, config.dpo)
-    yield from best_problems(training, held_out=bool(dataset.eval_files) or dataset.eval_fraction > 0)
+    held_out = bool(dataset.eval_files) or dataset.eval_fraction > 0
+    if training.eval_steps and not held_out:
+        yield "training.eval_steps: no rows are held out; set dataset.eval_fraction or dataset.eval_files, or use 0"
+    yield from best_problems(training, held_out=held_out)
 
 
 class _UniqueKeys(yaml.SafeLoader):

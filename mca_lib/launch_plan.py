@@ -59,3 +59,11 @@ class LaunchPlan:
             f"--max-restarts={self.max_restarts}",
             *("-m", self.module, self.arguments),
         ]
+
+
+def split_endpoint(endpoint: str) -> tuple[str, int]:
+    """`host:port`. Raises ValueError."""
+    address, _, port = endpoint.rpartition(":")
+    if not address or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ValueError(f"{endpoint!r} is not host:port")
+    return address, int(port)

@@ -5,12 +5,16 @@ import logging
 import os
 
 
+def tell(kind: str, text: str) -> None:
+    """Send a line of `kind` info or warning to the parent process, where there is one that listens."""
+    target = os.environ.get("MCAFLOW_PROGRESS")
+    if target:
+        with open(target, "a") as file:
+            file.write(json.dumps({kind: text}) + "\n")
+
+
 class ProgressHandler(logging.Handler):
     """Sends log records on to the parent process as `{"info": ...}` and `{"warning": ...}` lines."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        target = os.environ.get("MCAFLOW_PROGRESS")
-        if target:
-            kind = "warning" if record.levelno >= logging.WARNING else "info"
-            with open(target, "a") as file:
-                file.write(json.dumps({kind: record.getMessage()}) + "\n")
+        tell("warning" if record.levelno >= logging.WARNING else "info", record.getMessage())

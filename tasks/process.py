@@ -78,7 +78,7 @@ def run_command(
         check()
     kill_tagged(tag)
     log_path.parent.mkdir(parents=True, exist_ok=True)
-    progress_path = log_path.with_suffix(".progress")
+    progress_path = progress_file(log_path)
     progress_path.write_bytes(b"")
     child_env = _environment(env or {}, secrets)
     child_env |= {TAG: tag, PROGRESS: str(progress_path), "PYTHONUNBUFFERED": "1"}
@@ -105,6 +105,11 @@ def run_command(
             kill_tagged(tag)
     if process.returncode != 0:
         raise CommandFailed(Path(argv[0]).name, process.returncode, log_path)
+
+
+def progress_file(log_path: Path) -> Path:
+    """Where a command with this log appends its progress."""
+    return log_path.with_suffix(".progress")
 
 
 def terminate_all() -> None:

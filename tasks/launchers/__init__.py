@@ -1,16 +1,18 @@
 """How the ranks of a training are started: one command for each kind of launcher, all else alike.
 
-    kind    command                  the ranks are
-    local   mca_lib.launch           on this machine
-    nodes   mca_lib.nodes head       on this machine and on those where `mcaflow agent` runs
-    slurm   tasks.launchers.slurm    in a job, which the command submits and waits for
+    kind    command                    the ranks are
+    local   mca_lib.launch             on this machine
+    nodes   mca_lib.nodes head         on this machine and on those where `mcaflow agent` runs
+    slurm   tasks.launchers.slurm_run  in a job, which the command submits and waits for
 
 Each command is a supervised child (`tasks.process`), so logs, progress and the end are the same: SIGTERM makes the
 ranks write a checkpoint and end with 143, and nothing outlives the stage. A failure is raised as its cause: a mistake
 of the user that a rank or the launcher found, what befell a machine or the job, or the first rank that failed.
 """
 
+import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +23,8 @@ from mca_lib.launch_plan import LaunchPlan
 from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
 from tasks.contract import StageContext
 from tasks.errors import StageFailed
-from tasks.process import GRACE_SECONDS, CommandFailed, redact
+from tasks.launchers import slurm
+from tasks.process import GRACE_SECONDS, PROGRESS, CommandFailed, progress_file, redact
 from tasks.training_config import LauncherConfig
 
 PLAN_NAME = "launch.json"
@@ -61,7 +64,9 @@ def launch(
         nproc_per_node=launcher.nproc_per_node,
         nnodes=launcher.nnodes,
         max_restarts=launcher.max_restarts,
-        env=_environment(launcher) | {ERRORS_VARIABLE: str(failures)} | dict(env or {}),
+        env=_environment(launcher)
+        | {ERRORS_VARIABLE: str(failures), PROGRESS: str(progress_file(ctx.logs / f"{log_name}.log"))}
+        | dict(env or {}),
     )
     command = _COMMANDS[launcher.kind](ctx, launcher, plan)
     try:
@@ -77,7 +82,25 @@ def _local(ctx: StageContext, launcher: LauncherConfig, plan: LaunchPlan) -> Com
     return Command(plan.on_this_machine)
 
 
-_COMMANDS: dict[str, Callable[[StageContext, LauncherConfig, LaunchPlan], Command]] = {"local": _local}
+def _nodes(ctx: StageContext, launcher: LauncherConfig, plan: LaunchPlan) -> Command:
+    path = ctx.work / PLAN_NAME
+    path.write_text(plan.to_json())
+    head = [sys.executable, "-m", "mca_lib.nodes", "head", str(launcher.rdzv_endpoint), str(path)]
+    return Command([*head, f"--patience={launcher.join_seconds}"])
+
+
+def _slurm(ctx: StageContext, launcher: LauncherConfig, plan: LaunchPlan) -> Command:
+    folder = ctx.work / "slurm"
+    folder.mkdir(exist_ok=True)
+    (folder / slurm.REQUEST).write_text(json.dumps(slurm.request(ctx.tag, launcher, plan), indent=1))
+    return Command([sys.executable, "-m", "tasks.launchers.slurm_run", str(folder)], slurm.GRACE_SECONDS + 30.0)
+
+
+_COMMANDS: dict[str, Callable[[StageContext, LauncherConfig, LaunchPlan], Command]] = {
+    "local": _local,
+    "nodes": _nodes,
+    "slurm": _slurm,
+}
 
 
 def _environment(launcher: LauncherConfig) -> dict[str, str]:

@@ -1,0 +1,188 @@
+"""Several machines, here several supervisors on loopback: they meet, end together, and notice one that is gone.
+
+The ranks are toys without torch. tests/tasks/test_train_stage.py trains on two machines.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from mca_lib.launch_plan import LaunchPlan, split_endpoint
+from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
+
+ROOT = Path(__file__).parents[2]
+
+# Writes its pid, waits for a line in `orders`, and obeys it; at SIGTERM it ends as a trainer does.
+RANK = """
+import os, signal, sys, time
+from pathlib import Path
+from mca_lib.errors import DataError
+from mca_lib.rank_process import die_with_launcher, report_failure
+die_with_launcher()
+folder, rank = Path(sys.argv[1]), os.environ["RANK"]
+def terminated(*_):
+    (folder / f"saved-{rank}").touch()
+    sys.exit(143)
+signal.signal(signal.SIGTERM, terminated)
+(folder / f"pid-{rank}").write_text(str(os.getpid()))
+while not (folder / "orders").exists():
+    time.sleep(0.05)
+order = (folder / "orders").read_text()
+if order == f"fail {rank}":
+    report_failure(DataError("row 3 is empty"))
+    sys.exit(2)
+if order != "done":
+    time.sleep(1000)
+"""
+
+
+class Machines:
+    """A head and agents, each a process group of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "logs").mkdir()
+        (folder / "failures").mkdir()
+        (folder / "toy_rank.py").write_text(RANK)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.processes: list[subprocess.Popen] = []
+
+    def head(self, nnodes: int = 2, patience: float = 60.0) -> subprocess.Popen:
+        plan = LaunchPlan(
+            module="toy_rank",
+            arguments=str(self.folder),
+            logs=str(self.folder / "logs"),
+            log_name="toy",
+            nnodes=nnodes,
+            env={ERRORS_VARIABLE: str(self.folder / "failures"), "SEEN_BY_ALL": "yes"},
+        )
+        (self.folder / "plan.json").write_text(plan.to_json())
+        return self._start("head", self.endpoint, str(self.folder / "plan.json"), f"--patience={patience}")
+
+    def agent(self, *options: str) -> subprocess.Popen:
+        return self._start("join", self.endpoint, *options)
+
+    def _start(self, *arguments: str) -> subprocess.Popen:
+        env = os.environ | {"PYTHONPATH": f"{ROOT}:{self.folder}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        env["MCAFLOW_PROGRESS"] = str(self.folder / "progress")
+        command = [sys.executable, "-m", "mca_lib.nodes", *arguments]
+        log = open(self.folder / f"process-{len(self.processes)}.log", "wb")  # noqa: SIM115
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, cwd=self.folder)
+        log.close()
+        self.processes.append(process)
+        return process
+
+    def ranks(self, count: int) -> list[psutil.Process]:
+        """The ranks, once all have started."""
+        while len(found := [path for path in self.folder.glob("pid-*") if path.read_text()]) < count:
+            for process in self.processes:
+                try:
+                    pytest.fail(f"ended with {process.wait(0.05)}:\n{self.output()}")
+                except subprocess.TimeoutExpired:
+                    continue
+        return [psutil.Process(int(path.read_text())) for path in found]
+
+    def order(self, text: str) -> None:
+        (self.folder / "new").write_text(text)
+        (self.folder / "new").rename(self.folder / "orders")
+
+    def output(self) -> str:
+        logs = [*self.folder.glob("*.log"), *self.folder.glob("logs/*")]
+        return "\n".join(f"--- {log.name}\n{log.read_text()}" for log in sorted(logs))
+
+    def failure(self) -> dict:
+        return first_failure(self.folder / "failures")
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    made = Machines(tmp_path)
+    yield made
+    for process in made.processes:
+        process.kill()
+        process.wait()
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_two_machines_end_with_the_run_and_a_third_is_told_that_it_is_too_many(machines: Machines):
+    first = machines.agent()  # before the run
+    head = machines.head()
+    machines.ranks(2)
+    listening = [c.laddr.ip for p in psutil.Process().children(recursive=True) for c in listeners(p)]
+    assert set(listening) == {"127.0.0.1"}
+    assert machines.agent().wait(60) == 1
+    assert machines.head().wait(60) == 2
+    assert "launcher.rdzv_endpoint: " + machines.endpoint in machines.failure()["message"]
+    machines.order("done")
+    assert (head.wait(60), first.wait(60)) == (0, 0), machines.output()
+    assert [path.name for path in (machines.folder / "logs").iterdir()] == [f"toy.node1-{socket.gethostname()}.log"]
+
+
+def test_what_a_rank_found_is_the_failure_and_all_machines_end_with_its_status(machines: Machines):
+    head, agent = machines.head(), machines.agent()
+    machines.ranks(2)
+    machines.order("fail 1")
+    assert (head.wait(60), agent.wait(60)) == (2, 2), machines.output()
+    assert machines.failure()["message"] == "row 3 is empty"
+
+
+def test_a_sigterm_to_one_machine_lets_the_ranks_of_all_save(machines: Machines):
+    head, agent = machines.head(), machines.agent()
+    ranks = machines.ranks(2)
+    agent.send_signal(signal.SIGTERM)
+    assert (head.wait(60), agent.wait(60)) == (143, 143), machines.output()
+    assert {path.name for path in machines.folder.glob("saved-*")} == {"saved-0", "saved-1"}
+    assert_gone(ranks)
+    assert f"machine 2 of 2 ({socket.gethostname()}) was told to stop" in machines.failure()["message"]
+
+
+def listeners(process: psutil.Process) -> list:
+    return [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+
+
+def test_a_machine_that_is_killed_ends_the_run_and_is_named(machines: Machines):
+    head = machines.head()
+    agent = machines.agent()
+    ranks = machines.ranks(2)
+    (torchrun,) = psutil.Process(agent.pid).children()
+    agent.kill()
+    torchrun.kill()  # as the guardian of `mcaflow agent` would
+    assert head.wait(90) == 1, machines.output()
+    assert machines.failure()["message"] == f"machine 2 of 2 ({socket.gethostname()}) is lost: no sign of life for 30 s"
+    assert_gone(ranks)
+
+
+def test_agents_notice_that_the_head_is_gone(machines: Machines):
+    head = machines.head()
+    agent = machines.agent()
+    ranks = machines.ranks(2)
+    (torchrun,) = psutil.Process(head.pid).children()
+    head.kill()
+    torchrun.kill()
+    assert agent.wait(60) == 1, machines.output()
+    assert_gone(ranks)
+
+
+def test_machines_that_do_not_come_are_counted(machines: Machines):
+    head = machines.head(nnodes=3, patience=3.0)
+    agent = machines.agent()
+    assert (head.wait(60), agent.wait(60)) == (2, 2), machines.output()
+    assert machines.failure()["message"].startswith("launcher.nnodes: 2 of 3 machines came within 3 s; run `mcaflow ")
+
+
+@pytest.mark.parametrize("endpoint", ["node", "node:", ":29500", "node:0", "node:70000", "node:x"])
+def test_an_endpoint_is_host_and_port(endpoint: str):
+    with pytest.raises(ValueError, match="is not host:port"):
+        split_endpoint(endpoint)
