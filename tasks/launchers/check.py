@@ -1,0 +1,56 @@
+"""What a launcher lacks on this machine, said before anything runs."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from mca_lib.errors import ConfigError
+from mca_lib.launch_plan import split_endpoint
+from tasks.launchers.slurm import check_client
+from tasks.training_config import LauncherConfig
+
+
+def launcher_problems(launcher: LauncherConfig) -> Iterator[str]:
+    """Fields of the section that do not go together: `field: reason`."""
+    if launcher.kind == "local" and launcher.nnodes > 1:
+        yield f"launcher.nnodes: {launcher.nnodes} machines, but launcher.kind is local; use nodes or slurm"
+    if launcher.kind == "nodes":
+        if launcher.nnodes == 1:
+            yield "launcher.nnodes: launcher.kind nodes is for 2 machines or more; use local"
+        if launcher.rdzv_endpoint is None:
+            yield "launcher.rdzv_endpoint: required for launcher.kind nodes; host:port of this machine"
+    elif launcher.rdzv_endpoint is not None:
+        yield f"launcher.rdzv_endpoint: has no effect with launcher.kind {launcher.kind}; leave it out, or use nodes"
+    if launcher.rdzv_endpoint is not None:
+        try:
+            split_endpoint(launcher.rdzv_endpoint)
+        except ValueError as error:
+            yield f"launcher.rdzv_endpoint: {error}"
+    if launcher.kind != "slurm" and launcher.slurm != type(launcher.slurm)():
+        yield f"launcher.slurm: has no effect with launcher.kind {launcher.kind}; leave it out, or use slurm"
+
+
+def check_launcher(launcher: LauncherConfig) -> None:
+    """Raise a UserError where this machine cannot start the ranks that the section asks for."""
+    if launcher.kind == "slurm":
+        check_client()
+        return
+    ranks, cores = launcher.nproc_per_node, os.cpu_count() or 1
+    if ranks > 8 * cores:  # they never end; eight a core is beyond any use
+        raise ConfigError(f"launcher.nproc_per_node: {ranks} ranks are too many for a machine with {cores} CPU cores")
+    if launcher.interface and not Path("/sys/class/net", launcher.interface).exists():
+        known = ", ".join(sorted(name for _, name in socket.if_nameindex()))
+        raise ConfigError(f"launcher.interface: this machine has no {launcher.interface}; it has {known}")
+    if launcher.kind == "nodes":
+        _check_endpoint(str(launcher.rdzv_endpoint))
+
+
+def _check_endpoint(endpoint: str) -> None:
+    try:
+        socket.create_server(split_endpoint(endpoint)).close()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"launcher.rdzv_endpoint: {endpoint}: {reason}; name a free port and an address of this machine"
+        ) from None
