@@ -21,7 +21,8 @@ from tests.mca_lib.trainers.training import (
 )
 from tests.ranks import RankError
 
-OPTIONS = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2, "async_save": True}  # 10 steps
+OPTIONS = {"num_train_epochs": 2, "save_steps": 2, "save_total_limit": 2}  # 10 steps
+ASYNC = {**OPTIONS, "async_save": True}
 
 LAYOUTS = {
     "one rank": (1, {}),
@@ -74,7 +75,7 @@ def same_weights(one: Path, other: Path) -> bool:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_killed_and_resumed_equals_uninterrupted_bitwise(ranks, folder, layout):
     world_size, extra = LAYOUTS[layout]
-    options = {**OPTIONS, **extra}
+    options = {**ASYNC, **extra}
     places = f"{folder}/model", f"{folder}/store"
     whole, broken = folder / f"whole {layout}", folder / f"broken {layout}"
     uninterrupted = ranks(world_size, train, *places, str(whole), options)
@@ -92,11 +93,11 @@ def test_killed_and_resumed_equals_uninterrupted_bitwise(ranks, folder, layout):
 def test_a_kill_while_a_checkpoint_is_written_loses_at_most_that_checkpoint(ranks, folder, after):
     places, out = (f"{folder}/model", f"{folder}/store"), folder / f"writing {after}"
     with pytest.raises(RankError, match="exit -9"):
-        ranks(1, train_until_seal, *places, str(out), OPTIONS, 3, after)
+        ranks(1, train_until_seal, *places, str(out), ASYNC, 3, after)
     found = sorted(path.name for path in out.glob("checkpoint-*"))
     assert found == (["checkpoint-2", "checkpoint-4", "checkpoint-6"] if after else ["checkpoint-2", "checkpoint-4"])
-    ranks(1, train, *places, str(out), OPTIONS)
-    ranks(1, train, *places, str(folder / "reference"), OPTIONS)
+    ranks(1, train, *places, str(out), ASYNC)
+    ranks(1, train, *places, str(folder / "reference"), ASYNC)
     assert ranks(1, same_weights, out / "final", folder / "reference" / "final") == [True]
     assert not list(out.glob(".staging-*"))
 
