@@ -46,7 +46,8 @@ from mca_lib.checkpoint.base import base_digest
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import STATE_NAME, Retention
 from mca_lib.checkpoint.training import find_checkpoint
-from mca_lib.data.token_store import TokenStore
+from mca_lib.data.indexed_rows import Rows
+from mca_lib.data.token_store import IGNORE_INDEX
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig, read_json
 from mca_lib.models.flops import step_flops
@@ -128,7 +129,10 @@ class TokenTrainer(StoreTrainer):
     def sums(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
         """Of a micro batch: the loss, and at the end the tokens that have one."""
         one = torch.ones((), device=self.args.device)
-        return {"loss": self.model(**batch, num_items_in_batch=one).loss, "count": (batch["labels"] != -100).sum()}
+        return {
+            "loss": self.model(**batch, num_items_in_batch=one).loss,
+            "count": (batch["labels"] != IGNORE_INDEX).sum(),
+        }
 
 
 class PairTrainer(StoreTrainer):
@@ -164,8 +168,8 @@ def train(
     model_args: "ModelArguments",
     finetuning_args: "FinetuningArguments",
     source: Path,
-    train_rows: TokenStore,
-    eval_rows: TokenStore | None,
+    train_rows: Rows,
+    eval_rows: Rows | None,
     preference: PreferenceArguments | None,
 ) -> None:
     """Train `source` and leave the files that `McaTrainer` leaves; all ranks.
@@ -292,7 +296,7 @@ def _identity(
     args: "TrainingArguments",
     finetuning_args: "FinetuningArguments",
     schedule: Schedule,
-    train_rows: TokenStore,
+    train_rows: Rows,
     base: str,
     preference: PreferenceArguments | None,
 ) -> dict[str, Any]:

@@ -155,23 +155,9 @@ class Record(TrainerCallback):
 
     def finish(self) -> None:
         """Write the result; all ranks. The trained model is in its place."""
-        peaks: list[float] = [0.0] * dist.get_world_size()
-        dist.all_gather_object(peaks, round(current_platform().peak_memory_bytes() / 2**20, 1))
-        totals, steps = self.totals, self.step
-        result = TrainResult(
-            steps=steps,
-            epochs=round(self.schedule.epoch_at(steps), 4),
-            final_loss=self._means["loss"],
-            train_loss=totals.loss_sum / totals.count if totals.count else None,
-            eval_loss=self.held_out.get("loss"),
-            eval_measures={name: value for name, value in self.held_out.items() if name != "loss"},
-            tokens=totals.tokens,
-            trained_tokens=totals.loss_tokens,
-            tokens_per_second=round(totals.tokens / max(totals.seconds, 1e-9), 1),
-            seconds=round(totals.seconds, 3),
-            peak_memory_mb=peaks,
-            world_size=dist.get_world_size(),
-            preflight=None,
+        epochs = round(self.schedule.epoch_at(self.step), 4)
+        result = TrainResult.of(
+            self.step, epochs, self.totals, self._means["loss"], self.held_out, best=None, preflight=None
         )
         if dist.get_rank() == 0:
             result.write(self.output_dir)

@@ -12,7 +12,8 @@ with items that weigh nothing.
     pairs    [2P, S]  P chosen answers, then the P rejected ones, padded on the right: LLaMA-Factory's loss of pairs
                       wants them so. Causal attention never looks at what follows, so no mask is needed
 
-Labels are not shifted: transformers and LLaMA-Factory do that.
+Labels of tokens are shifted already, by the row: its last one may be a token that the row does not have. Labels of
+pairs are not: LLaMA-Factory shifts them.
 """
 
 import math
@@ -23,7 +24,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from mca_lib.data.token_store import IGNORE_INDEX, TokenStore
+from mca_lib.data.indexed_rows import Rows
+from mca_lib.data.token_store import IGNORE_INDEX, Row
 from mca_lib.trainers.schedule import BatchShape
 
 PADDING_TOKEN = 0
@@ -33,23 +35,19 @@ PAIRS = "pairs"
 type Item = dict[str, torch.Tensor]
 
 
-def token_item(store: TokenStore, rows: Sequence[int]) -> Item:
-    """input_ids, labels, position_ids [1, S]; without rows one token without a label."""
-    loaded = [store[row] for row in rows]
-    if not loaded:
-        nothing = torch.zeros(1, 1, dtype=torch.int64)
-        return {"input_ids": nothing, "labels": nothing + IGNORE_INDEX, "position_ids": nothing}
-    # The label of a row's last token is IGNORE_INDEX, so that of the next row's first token becomes it.
-    labels_S = np.concatenate([[IGNORE_INDEX], *(row.labels for row in loaded)])[:-1]
-    arrays = {
-        "input_ids": np.concatenate([row.input_ids for row in loaded]),
-        "labels": labels_S,
-        "position_ids": np.concatenate([row.position_ids for row in loaded]),
+def token_item(store: Rows, rows: Sequence[int]) -> Item:
+    """input_ids, shift_labels, labels, position_ids [1, S]; without rows one token without a label."""
+    nothing = Row(*(np.array([value]) for value in (PADDING_TOKEN, IGNORE_INDEX, 0, 1, 0)))
+    loaded = [store[row] for row in rows] or [nothing]
+    item = {
+        name: torch.from_numpy(np.concatenate([getattr(row, name) for row in loaded])).unsqueeze(0)
+        for name in ("input_ids", "labels", "position_ids")
     }
-    return {name: torch.from_numpy(values_S).unsqueeze(0) for name, values_S in arrays.items()}
+    # The loss takes these as they are; that there are `labels` is what asks for a loss.
+    return item | {"shift_labels": item["labels"]}
 
 
-def pair_item(store: TokenStore, rows: Sequence[int]) -> Item:
+def pair_item(store: Rows, rows: Sequence[int]) -> Item:
     """input_ids, labels [2P, S] and the number of pairs [1]; without rows a pair of two tokens that is not counted."""
     documents = [int(d) for row in rows for d in store[row].documents]
     answers = [store.document(d) for d in (*documents[0::2], *documents[1::2])]
@@ -99,11 +97,11 @@ class MicroBatches(Dataset):
 
     def __init__(
         self,
-        store: TokenStore,
+        store: Rows,
         shape: BatchShape,
         rows_of: Callable[[int], Sequence[int]],
         steps: int,
-        make_item: Callable[[TokenStore, Sequence[int]], Item],
+        make_item: Callable[[Rows, Sequence[int]], Item],
     ) -> None:
         self.store, self.shape, self.rows_of, self.steps, self.make_item = store, shape, rows_of, steps, make_item
 
@@ -132,7 +130,7 @@ class MicroBatches(Dataset):
 
 
 def evaluation(
-    store: TokenStore, rows_per_rank: int, ranks: int, make_item: Callable[[TokenStore, Sequence[int]], Item]
+    store: Rows, rows_per_rank: int, ranks: int, make_item: Callable[[Rows, Sequence[int]], Item]
 ) -> MicroBatches:
     """Every row once, in order; a step is one micro batch of each rank."""
     shape = BatchShape(rows_per_rank * ranks, rows_per_rank, ranks)
