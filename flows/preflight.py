@@ -21,6 +21,7 @@ from mca_lib.data.storage import resolve_storage
 from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.registry import check_hf_config, check_layout, config_from_hf
+from mca_lib.models.training_rules import check_training_options
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from mca_lib.trainers.llama_factory import check_model as check_backend
 from mca_lib.trainers.tracking import tracker_problems
@@ -66,6 +67,7 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
     hf_config = _read_config(model_dir)
     check_hf_config(hf_config)
     check_layout(hf_config, config.parallel)
+    check_training_options(config_from_hf(hf_config), config.training)
     if config.training.finetuning_type == "lora":
         target_names(config_from_hf(hf_config), config.lora.target_modules)
     if not config.training.use_mca:

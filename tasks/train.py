@@ -17,6 +17,7 @@ from mca_lib.adapters.targets import target_names
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout_rules import check_training_layout
+from mca_lib.models.training_rules import check_training_options
 from mca_lib.trainers.llama_factory import check_model
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
@@ -90,6 +91,7 @@ class TrainStage(Stage):
             raise ConfigError(problem)
         config = McaModelConfig.from_pretrained(self.checkpoint.path)
         check_training_layout(config, self.parallel)
+        check_training_options(config, self.training)
         if not self.training.use_mca:
             check_model(config, adapters=self._trains_adapters)
         if self._trains_adapters:

@@ -263,6 +263,12 @@ def option_problems(training: TrainingConfig) -> Iterator[str]:
             f"training.decay_ratio: {training.decay_ratio} and training.warmup_ratio {training.warmup_ratio} are more "
             "than all steps; lower one of them"
         )
+    if training.finetuning_type == "lora" and training.moe_router_bias_update_rate:
+        yield "training.moe_router_bias_update_rate: lora leaves the routers as they are; use 0"
+    if training.stage == "dpo":
+        for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
+            if getattr(training, name):
+                yield f"training.{name}: stage dpo has no losses per token; use 0"
     if training.overlap_param_gather:
         for name in ("overlap_grad_reduce", "use_distributed_optimizer"):
             if not getattr(training, name):

@@ -34,6 +34,7 @@ from mca_lib.checkpoint.sealed import find_damage, remove_leftovers
 from mca_lib.errors import CheckpointError
 from mca_lib.parallel import seed_rank
 from mca_lib.trainers.engine import Engine
+from mca_lib.trainers.optimizer import allocate_moments
 
 STATE_FOLDER = "state"
 log = logging.getLogger(__name__)
@@ -135,6 +136,8 @@ def sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
         for index, chunk in enumerate(engine.bare_chunks)
     }
     state["skipped_steps"] = engine.skipped_steps
+    if not is_loading:
+        allocate_moments(engine.optimizer)  # as long as fp16 has skipped all steps there are none
     with places_without_padding(engine.optimizer):
         state["optimizer"] = engine.optimizer.sharded_state_dict(state, is_loading=is_loading, metadata=metadata)
     return state

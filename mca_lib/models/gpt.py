@@ -26,6 +26,7 @@ from megatron.core.pipeline_parallel.utils import (
     is_vp_first_stage,
     is_vp_last_stage,
 )
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mca_lib.converter.mappings import padded_vocab_size
@@ -126,6 +127,9 @@ class McaGPTModel(GPTModel, PretrainedModel):
         if labels is None:
             return logits(hidden_states).transpose(0, 1).contiguous()
         if mtp_in_postprocess and self.training and loss_mask is not None and self.adapters is None:
+            if padding_mask is not None and padding_mask.shape != labels.shape:
+                # Megatron has split it between the ranks of sequence parallelism; to be rolled it has to be whole.
+                padding_mask = gather_from_sequence_parallel_region(padding_mask.T.contiguous(), False).T
             outputs = self.mtp(
                 input_ids=input_ids,
                 position_ids=position_ids,

@@ -5,6 +5,7 @@ local layer with the norm and the core attention of this package. The Transforme
 specification, all but unchanged; it has not been run by this project's tests, which know no GPU.
 """
 
+from dataclasses import replace
 from functools import partial
 
 from megatron.core.models.backends import BackendSpecProvider
@@ -28,6 +29,7 @@ from mca_lib.models.config import McaModelConfig
 from mca_lib.models.latent_attention import LatentSelfAttention
 from mca_lib.models.naming import fused_names
 from mca_lib.models.norm import RMSNorm
+from mca_lib.models.router import RowMoELayer, RowRouter
 from mca_lib.platforms import uses_transformer_engine
 
 
@@ -67,6 +69,9 @@ def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
     if config.mlp_bias and not has_experts:
         mlp = spec.submodules.mlp.keywords["submodules"]
         mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
+    if has_experts:
+        parts = replace(spec.submodules.mlp.keywords["submodules"], router=RowRouter)
+        spec.submodules.mlp = partial(RowMoELayer, submodules=parts)
     return spec
 
 

@@ -14,6 +14,7 @@ from mca_lib.models.layout_rules import check_config_layout
 from mca_lib.models.pipeline import megatron_split
 from mca_lib.models.registry import check_config
 from mca_lib.models.rotary import attention_factor
+from mca_lib.models.training_rules import check_training_options
 from mca_lib.parallel import DistributingParallelArguments, pipeline_communication
 from mca_lib.platforms import current_platform, uses_transformer_engine
 
@@ -29,8 +30,8 @@ def transformer_config(
 
     Args:
         args: training arguments: the parallel sizes, `bf16`/`fp16`, and where present `recompute_granularity`; None
-            is one rank in fp32. `moe_aux_loss_coeff` and `moe_router_bias_update_rate`, where present, turn on what
-            balances the load of experts in training.
+            is one rank in fp32. Where present, `mtp_loss_weight`, and `moe_aux_loss_coeff`, `moe_z_loss_coeff` and
+            `moe_router_bias_update_rate`, which balance the load of experts in training.
         use_cpu_initialization: make the weights on the CPU; None does so where there is no accelerator.
         perform_initialization: draw random weights; false leaves them unset, for a checkpoint to fill.
 
@@ -41,6 +42,8 @@ def transformer_config(
     layout = Layout.from_args(args)
     check_config(config)
     check_config_layout(config, layout)
+    if hasattr(args, "moe_aux_loss_coeff"):
+        check_training_options(config, args)
     dtype = params_dtype(args)
     on_cpu = current_platform().device_type == "cpu"
     recompute = getattr(args, "recompute_granularity", None)
@@ -67,6 +70,7 @@ def transformer_config(
         hidden_dropout=0.0,
         init_method_std=config.initializer_range,
         mtp_num_layers=config.mtp_num_layers or None,
+        mtp_loss_scaling_factor=getattr(args, "mtp_loss_weight", 0.1),
         **_latent_attention(config),
         **_experts(config, args),
         # the layout
@@ -166,7 +170,7 @@ def _experts(config: McaModelConfig, args: object | None) -> dict[str, Any]:
     moe = config.moe
     if moe is None:
         return {}
-    aux_loss = getattr(args, "moe_aux_loss_coeff", None) or 0.0
+    aux_loss = getattr(args, "moe_aux_loss_coeff", 0.0)
     limited = moe.group_topk is not None and moe.group_topk < moe.num_groups
     return {
         "num_moe_experts": moe.num_experts,
@@ -180,10 +184,11 @@ def _experts(config: McaModelConfig, args: object | None) -> dict[str, Any]:
         "moe_router_group_topk": moe.group_topk if limited else None,
         "moe_router_topk_scaling_factor": None if moe.scaling_factor == 1 else moe.scaling_factor,
         "moe_router_enable_expert_bias": moe.expert_bias,
-        "moe_router_bias_update_rate": getattr(args, "moe_router_bias_update_rate", None) or 0.0,
+        "moe_router_bias_update_rate": getattr(args, "moe_router_bias_update_rate", 0.0),
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "aux_loss" if aux_loss else "none",
         "moe_aux_loss_coeff": aux_loss,
+        "moe_z_loss_coeff": getattr(args, "moe_z_loss_coeff", 0.0) or None,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size,
         "moe_shared_expert_gate": moe.shared_gate,
         "moe_token_dispatcher_type": "alltoall",

@@ -62,6 +62,8 @@ class MicroBatch:
     """bool: this token's label counts."""
     position_ids_1S: torch.Tensor
     """int64, from 0 in each document."""
+    rows_1S: torch.Tensor
+    """int64: which row of the micro batch the token belongs to, from 1; 0 for padding."""
     packed: PackedSeqParams
     """Bounds of the documents in the whole sequence of T tokens."""
     num_tokens: int
@@ -75,13 +77,15 @@ def collate(
     input_ids_T = np.full(length, PADDING_TOKEN, dtype=np.int64)
     labels_T = np.full(length, IGNORE_INDEX, dtype=np.int64)
     position_ids_T = np.zeros(length, dtype=np.int64)
+    rows_T = np.zeros(length, dtype=np.int64)
     bounds = [0]
-    for row in rows:
+    for number, row in enumerate(rows, 1):
         begin = 0
         for real, padded in zip(row.document_lengths, alignment.documents(row.document_lengths), strict=True):
             source, target = slice(begin, begin + real), slice(bounds[-1], bounds[-1] + real)
             input_ids_T[target] = row.input_ids[source]
             labels_T[target] = row.labels[source]
+            rows_T[target] = number
             position_ids_T[bounds[-1] : bounds[-1] + padded] = np.arange(padded)
             bounds.append(bounds[-1] + int(padded))
             begin += real
@@ -102,6 +106,7 @@ def collate(
         labels_1S=labels_1S.masked_fill(~mask_1S, 0),
         loss_mask_1S=mask_1S,
         position_ids_1S=share(position_ids_T),
+        rows_1S=share(rows_T),
         packed=_packed(bounds, device),
         num_tokens=sum(len(row.input_ids) for row in rows),
     )

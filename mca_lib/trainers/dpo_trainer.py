@@ -107,8 +107,8 @@ def _refuse_half_pairs(store: TokenStore) -> None:
 def _refuse_token_losses(chunk: torch.nn.Module) -> None:
     """Losses that Megatron itself adds per token would be divided by the number of pairs."""
     config = chunk.config
-    if config.num_moe_experts and config.moe_aux_loss_coeff:
-        raise ConfigError("stage='dpo' with an auxiliary loss of experts is not supported: set moe_aux_loss_coeff to 0")
+    if config.num_moe_experts and (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
+        raise ConfigError("stage='dpo' with losses of routers: set moe_aux_loss_coeff and moe_z_loss_coeff to 0")
     if config.mtp_num_layers:
         raise ConfigError("stage='dpo' with multi-token prediction layers is not supported")
 

@@ -19,6 +19,7 @@ from mca_lib.errors import ConfigError
 from mca_lib.parallel import pipeline_communication
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import MicroBatch
+from mca_lib.trainers.experts import Experts
 from mca_lib.trainers.gradients import set_overlap, wrap
 from mca_lib.trainers.loss import Objective, SummedLoss, TokenObjective
 from mca_lib.trainers.optimizer import MIN_LOSS_SCALE, make_optimizer, make_scheduler
@@ -67,6 +68,8 @@ class Engine:
         self.args, self.objective = args, objective
         self.bare_chunks = list(chunks)
         self.device = current_platform().device
+        if args.moe_router_bias_update_rate and self.bare_chunks[0].adapters is not None:
+            raise ConfigError("moe_router_bias_update_rate: adapters leave the routers as they are; use 0")
         config = self.bare_chunks[0].config
         # Gradients are summed over replicas and divided once by the tokens of the step; DDP reads this when built.
         config.calculate_per_token_loss = True
@@ -82,6 +85,8 @@ class Engine:
             set_overlap(config, self.chunks)
         config.finalize_model_grads_func = finalize_model_grads
         config.grad_scale_func = self.optimizer.scale_loss
+        self._experts = Experts(self.bare_chunks, args)
+        config.moe_grad_scale_func = lambda: self.optimizer.scale_loss(self._experts.loss_weight)
         self._run = get_forward_backward_func()
 
     def train_step(self, batches: Sequence[MicroBatch]) -> StepMetrics:
@@ -144,8 +149,8 @@ class Engine:
         return values
 
     def expert_measures(self) -> dict[str, float]:
-        """How evenly the experts were loaded since the last call, the same on every rank; empty without experts."""
-        return {}
+        """How evenly the experts were loaded since the last call, the same on every rank; see `Experts.measures`."""
+        return self._experts.measures()
 
     def scaling_measures(self) -> dict[str, float]:
         """The loss scale, and how many steps were skipped because it was too high; empty but in fp16."""
@@ -170,6 +175,7 @@ class Engine:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self._experts.begin_step(batches)
         return self._forward_backward(batches, self.objective, forward_only=False)
 
     def _skip(self) -> None:
@@ -224,5 +230,6 @@ def _forward_step(
         # Turns on the loss of multi-token prediction, which is one per token.
         loss_mask=batch.loss_mask_1S if isinstance(objective, TokenObjective) else None,
         packed_seq_params=batch.packed,
+        padding_mask=batch.rows_1S,  # read by routers alone
     )
     return output, partial(objective, batch=batch)

@@ -33,12 +33,14 @@ def make_optimizer(args: TrainingArguments, chunks: Sequence[DistributedDataPara
         params_dtype=args.params_dtype,
         use_distributed_optimizer=args.use_distributed_optimizer,
     )
-    optimizer = get_megatron_optimizer(config, list(chunks))
-    # A checkpoint may be due before the first update, where the first steps of fp16 are skipped.
+    return get_megatron_optimizer(config, list(chunks))
+
+
+def allocate_moments(optimizer: MegatronOptimizer) -> None:
+    """Moments of 0 for all weights that have none, as before the first update."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.init_state_fn is not None:
-            part.init_state_fn(part.optimizer, config)
-    return optimizer
+        if part.init_state_fn is not None and part.optimizer is not None:
+            part.init_state_fn(part.optimizer, part.config)
 
 
 def make_scheduler(args: TrainingArguments, optimizer: MegatronOptimizer, total_steps: int) -> OptimizerParamScheduler:

@@ -28,6 +28,7 @@ from mca_lib.errors import ConfigError, ResourceError, UserError
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import MicroBatch
 from mca_lib.trainers.engine import Engine
+from mca_lib.trainers.optimizer import allocate_moments
 
 
 @dataclass(frozen=True)
@@ -53,17 +54,12 @@ def preflight(engine: Engine, batches: Sequence[MicroBatch], output_dir: Path) -
     """
     began = time.monotonic()
     with _named(batches, output_dir), _forgotten(engine):
-        _allocate_moments(engine)
+        allocate_moments(engine.optimizer)
         _check_finite(engine, batches)
         _try_checkpoint(engine, output_dir)
     peaks: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(peaks, round(current_platform().peak_memory_bytes() / 2**20, 1))
     return Preflight(round(time.monotonic() - began, 2), peaks)
-
-
-def _allocate_moments(engine: Engine) -> None:
-    for optimizer in _optimizers(engine):
-        optimizer.init_state_fn(optimizer.optimizer, optimizer.config)
 
 
 def _check_finite(engine: Engine, batches: Sequence[MicroBatch]) -> None:

@@ -15,6 +15,7 @@ from tests.mca_lib.trainers.training import (
     train_in_buckets,
     weights,
 )
+from tests.ranks import RankError
 
 STEPS = 12
 # fp32; sums are taken in another order.
@@ -132,31 +133,68 @@ def test_rows_without_loss_weigh_nothing(ranks, folder, layout):
 
 
 EXPERT_STEPS = 4
+BALANCE = {
+    "qwen2-moe": {"moe_aux_loss_coeff": 0.5, "moe_z_loss_coeff": 0.05},
+    "deepseek-mtp": {"moe_aux_loss_coeff": 0.5, "moe_router_bias_update_rate": 0.01, "mtp_loss_weight": 0.3},
+}
 EXPERT_LAYOUTS = {
     "EP2": (2, {"expert_model_parallel_size": 2}),
     "EP2 with overlap": (2, {"expert_model_parallel_size": 2, **GRADIENTS_AND_WEIGHTS}),
     "TP2 with sequence parallelism": LAYOUTS["TP2 with sequence parallelism"],
     "PP2": LAYOUTS["PP2"],
     "CP2": LAYOUTS["CP2"],
+    "DP2": LAYOUTS["DP2"],
+    "micro batch of 2": LAYOUTS["micro batch of 2"],
+    "full recomputation": LAYOUTS["full recomputation"],
 }
 
 
 @pytest.fixture(scope="module")
 def experts(ranks, folder):
-    """Gated shared experts between dense layers; and latent attention, groups and multi-token prediction."""
-    variants = ["qwen2-moe", "deepseek-mtp"]
-    ranks(1, make_sources, folder, variants, "float32")
-    plain = np.array(ranks(1, plain_training, f"{folder}/qwen2-moe", f"{folder}/store", EXPERT_STEPS)[0])
-    # Plain torch has no loss of multi-token prediction: one rank stands for it, which `test_parity` compares.
-    model, store = f"{folder}/deepseek-mtp", f"{folder}/store"
-    alone = history(ranks(1, train, model, store, f"{folder}/deepseek-mtp alone", {"max_steps": EXPERT_STEPS}))
-    return dict(zip(variants, (plain, alone), strict=True))
+    """Gated shared experts between dense layers; and latent attention, groups and multi-token prediction.
+
+    Losses and gradient norms of both, by plain torch where it can, and the log of one rank.
+    """
+    ranks(1, make_sources, folder, list(BALANCE), "float32")
+    found = {}
+    for variant, balance in BALANCE.items():
+        model, store = f"{folder}/{variant}", f"{folder}/store"
+        options = {"max_steps": EXPERT_STEPS, **balance}
+        alone = ranks(1, train, model, store, f"{folder}/{variant} alone", options)
+        found |= {variant: history(alone), f"{variant} log": alone[0]["log"]}
+        if variant == "qwen2-moe":
+            # Plain torch has no loss of multi-token prediction, which `test_parity` compares.
+            found[variant] = np.array(ranks(1, plain_training, model, store, EXPERT_STEPS, balance)[0])
+    return found
 
 
 @pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
 @pytest.mark.parametrize("variant", ["qwen2-moe", "deepseek-mtp"])
 def test_models_with_experts_train_the_same_at_every_layout(ranks, folder, experts, variant, layout):
     world_size, options = EXPERT_LAYOUTS[layout]
-    options = {"max_steps": EXPERT_STEPS, **options}
+    options = {"max_steps": EXPERT_STEPS, **BALANCE[variant], **options}
     values = ranks(world_size, train, f"{folder}/{variant}", f"{folder}/store", f"{folder}/{variant} {layout}", options)
     np.testing.assert_allclose(history(values), experts[variant], rtol=0, atol=TOLERANCE)
+    for name in ("expert_load_imbalance", "moe_aux_loss"):
+        measured = [line[name] for line in values[0]["log"]]
+        np.testing.assert_allclose(measured, [line[name] for line in experts[f"{variant} log"]], atol=1e-3)
+
+
+def test_losses_of_routers_are_in_the_gradients_and_not_in_the_loss(ranks, folder, experts):
+    places = f"{folder}/qwen2-moe", f"{folder}/store", f"{folder}/unbalanced"
+    unbalanced = history(ranks(1, train, *places, {"max_steps": 1}))
+    assert unbalanced[0, 0] == pytest.approx(experts["qwen2-moe"][0, 0])
+    assert abs(unbalanced[0, 1] - experts["qwen2-moe"][0, 1]) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"),
+    [
+        ("model", {"moe_aux_loss_coeff": 0.1}),
+        ("model", {"moe_z_loss_coeff": 0.1}),
+        ("qwen2-moe", {"moe_router_bias_update_rate": 0.1}),
+    ],
+)
+def test_balancing_what_a_model_does_not_have_is_refused(ranks, folder, experts, variant, options):
+    with pytest.raises(RankError, match=rf"ConfigError: training\.{next(iter(options))}=0\.1: .* (has|have) no "):
+        ranks(1, train, f"{folder}/{variant}", f"{folder}/store", f"{folder}/refused", options)

@@ -123,8 +123,14 @@ def kill_in_step(step: int, kill: int) -> None:
     Engine._forward_backward = counting
 
 
-def plain_training(model: str, store: str, steps: int) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of each step, by transformers and torch alone, one document at a time."""
+def plain_training(
+    model: str, store: str, steps: int, balance: dict[str, float] | None = None
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step, by transformers and torch alone, one document at a time.
+
+    Args:
+        balance: coefficients of the losses of routers, which are in the gradients and not in the loss.
+    """
     import torch
     from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -141,9 +147,11 @@ def plain_training(model: str, store: str, steps: int) -> list[tuple[float, floa
         lr=settings["learning_rate"],
     )
     scheduler = get_scheduler(settings["lr_scheduler_type"], optimizer, settings["warmup_steps"], steps)
-    history = []
+    routers, routed, history = _routed(network) if balance else [], {}, []
+    for router in routers:
+        router.register_forward_pre_hook(lambda router, inputs: routed.setdefault(router, []).append(inputs[0]))
     for step in range(steps):
-        loss_sum, count = torch.zeros(()), 0
+        loss_sum, count, balance_sum, tokens = torch.zeros(()), 0, torch.zeros(()), 0
         for index in schedule.rows(step):
             row, begin = rows[index], 0
             for length in row.document_lengths:
@@ -153,14 +161,36 @@ def plain_training(model: str, store: str, steps: int) -> list[tuple[float, floa
                 loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
                 count += int((labels != -100).sum())
                 begin += int(length)
+            balance_sum = balance_sum + sum(
+                _router_losses(router, torch.cat([x.flatten(0, -2) for x in routed.pop(router)]), balance, network)
+                for router in routers
+            )
+            tokens += begin
         loss = loss_sum / count
         optimizer.zero_grad()
-        loss.backward()
+        (loss + balance_sum / tokens).backward()
         norm = torch.nn.utils.clip_grad_norm_(network.parameters(), settings["max_grad_norm"])
         optimizer.step()
         scheduler.step()
         history.append((loss.item(), norm.item()))
     return history
+
+
+def _routed(network: Any) -> list[Any]:
+    return [module for name, module in network.named_modules() if name.endswith("mlp.gate")]
+
+
+def _router_losses(router: Any, hidden_NH: Any, balance: dict[str, float], network: Any) -> Any:
+    """Times the row's tokens: Switch Transformer's loss (equation 4), and ST-MoE's z-loss (equation 5)."""
+    import torch
+
+    logits_NE = torch.nn.functional.linear(hidden_NH, router.weight)
+    experts, k = logits_NE.shape[1], network.config.num_experts_per_tok
+    probabilities_NE = logits_NE.softmax(-1)
+    shares_E = torch.bincount(probabilities_NE.topk(k).indices.flatten(), minlength=experts) / (k * len(hidden_NH))
+    aux = experts * (shares_E * probabilities_NE.mean(0)).sum()
+    z = logits_NE.logsumexp(-1).square().mean()
+    return len(hidden_NH) * (balance["moe_aux_loss_coeff"] * aux + balance["moe_z_loss_coeff"] * z)
 
 
 def history(values: list[dict[str, Any]]) -> np.ndarray:

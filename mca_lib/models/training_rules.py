@@ -1,0 +1,28 @@
+"""Can a model be trained so? Asked before anything is allocated; the answer names the recipe's field. No torch."""
+
+from typing import Protocol
+
+from mca_lib.errors import ConfigError
+from mca_lib.models.config import McaModelConfig
+
+
+class TrainingOptions(Protocol):
+    """Fields of the recipe's section `training`, and of the training arguments."""
+
+    moe_aux_loss_coeff: float
+    moe_z_loss_coeff: float
+    moe_router_bias_update_rate: float
+
+
+def check_training_options(config: McaModelConfig, options: TrainingOptions) -> None:
+    """Raises ConfigError when an option has no effect on this model, which nobody would see."""
+    for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
+        if getattr(options, name) and config.moe is None:
+            raise ConfigError(
+                f"training.{name}={getattr(options, name)}: a {config.model_type} model has no experts; use 0"
+            )
+    if options.moe_router_bias_update_rate and not config.moe.expert_bias:
+        raise ConfigError(
+            f"training.moe_router_bias_update_rate={options.moe_router_bias_update_rate}: the routers of a "
+            f"{config.model_type} model have no biases; use 0, or moe_aux_loss_coeff"
+        )
