@@ -8,9 +8,11 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import psutil
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _CONF = """
@@ -89,9 +91,20 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        _kill_jobs(str(conf))
 
 
-def _await(condition, folder: Path) -> None:
+def _kill_jobs(conf: str) -> None:
+    """What a test that failed left running: all that has this cluster in its environment."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("SLURM_CONF") == conf and process.pid != os.getpid():
+                process.kill()
+        except psutil.Error:
+            continue
+
+
+def _await(condition: Callable[[], bool], folder: Path) -> None:
     deadline = time.monotonic() + 60
     while not condition():
         if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ from mca_lib.errors import ResourceError
 from mca_lib.launch_plan import LaunchPlan
 from tasks.training_config import LauncherConfig
 
-REQUEST, ALIVE, STATUS = "request.json", "alive", "status"
+REQUEST, ALIVE, OWNER, STATUS = "request.json", "alive", "owner", "status"
 GRACE_SECONDS = 90.0
 """For the ranks to write a checkpoint after SIGTERM."""
 NOTICE_SECONDS = 120

@@ -20,6 +20,7 @@ import shlex
 import signal
 import sys
 import time
+import uuid
 from pathlib import Path
 
 from mca_lib.errors import ResourceError
@@ -29,6 +30,7 @@ from mca_lib.rank_process import ERRORS_VARIABLE, report_launcher_failure
 from tasks.launchers.slurm import (
     ALIVE,
     GRACE_SECONDS,
+    OWNER,
     POLL_SECONDS,
     REQUEST,
     STATUS,
@@ -63,6 +65,8 @@ def main(folder: Path) -> int:
     plan = LaunchPlan(**request["plan"])
     failures = Path(plan.env[ERRORS_VARIABLE])
     (folder / ALIVE).touch()
+    me = uuid.uuid4().hex
+    (folder / OWNER).write_text(me)
     try:
         slurm = _adopt(folder, request) or _submit(folder, request)
     except ResourceError as error:
@@ -70,7 +74,9 @@ def main(folder: Path) -> int:
         return 2
     state = _wait(slurm, folder, plan, stop)
     if stop:
-        slurm.end(GRACE_SECONDS)
+        # A run that slept until another one took its lease, and the job with it, ends alone.
+        if (folder / OWNER).read_text() == me:
+            slurm.end(GRACE_SECONDS)
         return STOPPED
     if state.name == "COMPLETED":
         return 0
