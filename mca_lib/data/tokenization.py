@@ -18,10 +18,12 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -155,7 +157,8 @@ def tokenize(job: DatasetSpec, work: Path, tasks: int) -> None:
     executor = build_executor(job.executor, job.num_workers, steps, tasks, work)
     # Forked tokenizers must not have threads of their own.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    executor.run()
+    with _default_sigterm():
+        executor.run()
     if isinstance(executor, SlurmPipelineExecutor):
         _wait_for_slurm(executor)
     if missing := executor.get_incomplete_ranks(skip_completed=True):
@@ -163,6 +166,20 @@ def tokenize(job: DatasetSpec, work: Path, tasks: int) -> None:
             f"{len(missing)} of {tasks} tokenizing tasks did not finish, first {missing[0]}; see {work / LOG}, "
             "then run again"
         )
+
+
+@contextmanager
+def _default_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process at once, and so the workers that are forked in the block.
+
+    A pool ends its workers by it. A handler that raises, as a job has one, can strike them in a finalizer, where Python
+    drops the exception; the pool then waits for ever.
+    """
+    former = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, former)
 
 
 def _wait_for_slurm(executor: SlurmPipelineExecutor) -> None:

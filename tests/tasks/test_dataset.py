@@ -15,7 +15,7 @@ from mca_lib.data.spec import DatasetSpec
 from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import ConfigError, DataError, ModelError
 from mca_lib.tiny_models import make_tokenizer
-from tasks.dataset import DatasetConfig, DatasetStage
+from tasks.dataset import DatasetConfig, DatasetStage, ExecutorConfig
 from tasks.digests import digest_file
 from tasks.report import LogReporter
 from tasks.stage import Miss, Produced, Stage, ensure, probe
@@ -250,3 +250,54 @@ def test_data_that_changes_while_it_is_read_is_not_published(store, model, data,
     resolved = stage(model, data).resolve(store, context.report)
     with pytest.raises(DataError, match="changed while they were read"):
         resolved.produce(context)
+
+
+# -- pretraining ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def text_identity(store, model):
+    """Identity of a pretraining data set of these files."""
+
+    def identity(*files, **fields):
+        config = DatasetConfig(
+            files=[str(path) for path in files], **{"formatting": "text", "cutoff_len": 64, **fields}
+        )
+        return identity_of(store, DatasetStage(config, "pt", model))
+
+    return identity
+
+
+def test_the_storage_that_auto_takes_is_in_the_key_and_where_it_is_tokenized_is_not(
+    text_identity, tmp_path, monkeypatch
+):
+    text = tmp_path / "text.txt"
+    text.write_text("one\ntwo\n")
+    small = text_identity(text)
+    assert small == text_identity(text, storage="rows")
+    assert small != text_identity(text, storage="indexed")
+    monkeypatch.setattr("mca_lib.data.storage.INDEXED_FROM_BYTES", 8)
+    assert text_identity(text) == text_identity(text, storage="indexed")
+    elsewhere = ExecutorConfig(kind="slurm", partition="cpu")
+    assert text_identity(text, executor=elsewhere, num_workers=8) == text_identity(text)
+
+
+def test_of_a_corpus_that_is_used_in_place_both_files_and_the_path_are_in_the_key(text_identity, tmp_path):
+    """The artifact names the path; so another place is another artifact, with the same digest."""
+    corpus = tmp_path / "mine.bin"
+    corpus.write_bytes(b"tokens")
+    corpus.with_suffix(".idx").write_bytes(b"index")
+    before = text_identity(corpus, formatting="indexed")
+    assert before["storage"] == "indexed"
+    corpus.with_suffix(".idx").write_bytes(b"other")
+    assert text_identity(corpus, formatting="indexed")["files"] != before["files"]
+    moved = tmp_path / "moved" / "mine.bin"
+    moved.parent.mkdir()
+    for suffix, content in ((".bin", b"tokens"), (".idx", b"index")):
+        moved.with_suffix(suffix).write_bytes(content)
+    assert text_identity(moved, formatting="indexed")["files"] != before["files"]
+
+
+def test_slurm_needs_a_partition():
+    with pytest.raises(ValueError, match="partition is required with kind slurm"):
+        ExecutorConfig(kind="slurm")

