@@ -9,9 +9,8 @@ T tokens in sequences of S:
 
 W counts `topk` experts of each layer, the output layer also where it is tied, and not the embedding, which is a
 look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. With adapters
-the frozen matrices have no gradient of their own, and their products count once in the backward pass, also in the first
-layer, where autograd may skip some. Recomputation is not counted: these are the operations that the model needs, the
-numerator of model FLOPs utilization.
+the frozen matrices have no gradient of their own, and their products count once in the backward pass. Recomputation is
+not counted: these are the operations that the model needs, the numerator of model FLOPs utilization.
 """
 
 import math

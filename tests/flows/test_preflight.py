@@ -33,6 +33,14 @@ def test_code_of_the_models_own_is_not_available(tmp_path: Path):
         check_recipe(recipe(tmp_path, trust_remote_code=True))
 
 
+def test_trackers_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = recipe(tmp_path)
+    training = config.training.model_copy(update={"report_to": ["wandb"]})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"training\.report_to: the package wandb is not installed"):
+        check_recipe(config.model_copy(update={"training": training}))
+
+
 def test_weights_of_another_size_than_the_config_says_are_named(tmp_path: Path):
     config = recipe(tmp_path)
     path = Path(config.model.name_or_path, "config.json")

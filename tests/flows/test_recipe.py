@@ -55,6 +55,12 @@ def test_wrong_field_is_named_on_one_line(tmp_path: Path, override: str, message
     assert "\n" not in str(caught.value)
 
 
+def test_evaluations_without_held_out_rows_are_refused(tmp_path: Path):
+    recipe = write(tmp_path / "recipe.yaml", MINIMAL)
+    with pytest.raises(ConfigError, match=r"training\.eval_steps: no rows are held out; set dataset\.eval_fraction"):
+        load_recipe(recipe, ["training.eval_steps=10", "dataset.eval_fraction=0"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

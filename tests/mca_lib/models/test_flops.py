@@ -2,8 +2,10 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mca_lib.adapters.targets import adapter_elements
 from mca_lib.models import flops
 from mca_lib.models.registry import config_from_hf
 from tests.mca_lib.models.test_registry import BASE, BASES
@@ -57,6 +59,48 @@ def test_attention_counts_the_pairs_that_a_query_sees() -> None:
 def test_training_step_is_three_forward_passes_over_all_tokens() -> None:
     config = config_from_hf(BASE)
     assert flops.training_flops(config, 40, 10) == 3 * 4 * flops.forward_flops(config, 10, 10)
+
+
+def test_a_step_counts_each_document_by_its_own_length() -> None:
+    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 4}
+    for config in (config_from_hf(BASE), config_from_hf({**BASES["qwen2"], **window})):
+        lengths = [7, 2, 2, 16]
+        each = sum(flops.training_flops(config, length, length) for length in lengths)
+        assert flops.step_flops(config, np.array(lengths)) == each < flops.training_flops(config, 27, 27)
+
+
+def counted_with_adapters(variant: str, length: int) -> int:
+    """Operations of a forward and a backward pass with adapters everywhere."""
+    import torch
+    from peft import LoraConfig
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mca_lib.adapters import apply_megatron_lora
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
+
+    initialize_model_parallel(DistributingParallelArguments())
+    models = AutoModel.from_config(config_from_hf(hf_config(variant).to_dict()))
+    apply_megatron_lora(models, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"), 0)
+    (model,) = models
+    ids = torch.arange(length)[None] % 99
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids, torch.arange(length)[None]).sum().backward()
+    return counter.get_total_flops()
+
+
+def test_with_adapters_frozen_matrices_have_no_gradient(ranks: Any) -> None:
+    variant, length = "llama-tied", 12
+    config = config_from_hf(hf_config(variant).to_dict())
+    (total,) = ranks(1, counted_with_adapters, variant, length)
+    adapters = adapter_elements(config, ["all-linear"], 4)
+    expected = flops.step_flops(config, np.array([length]), adapters)
+    seen, whole_square = flops.attention_pairs(config, length), length * length * config.num_layers
+    expected += 3 * flops.attention_flops_per_pair(config) * (whole_square - seen)
+    # Adapters of one fused layer are one product with a block-diagonal matrix, whose zeros the model does not need.
+    fused = 2 * config.kv_channels * (config.num_attention_heads + 2 * config.num_query_groups)
+    zeros = config.num_layers * 4 * (fused + 2 * config.ffn_hidden_size)
+    assert total == expected + 3 * 2 * length * zeros
 
 
 def of_models(variant: str) -> tuple[int, int, int]:
