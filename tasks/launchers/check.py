@@ -50,7 +50,8 @@ def _check_endpoint(endpoint: str) -> None:
     try:
         socket.create_server(split_endpoint(endpoint)).close()
     except OSError as error:
-        reason = error.strerror or str(error)
+        # Python's own text repeats the address; a name that cannot be resolved has no number of the system.
+        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
         raise ConfigError(
             f"launcher.rdzv_endpoint: {endpoint}: {reason}; name a free port and an address of this machine"
         ) from None

@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -27,7 +28,13 @@ from tests.mca_lib.trainers.preference_training import make_pair_store
 from tests.mca_lib.trainers.training import VOCAB, make_model, make_store
 
 TRAINING = TrainingConfig(
-    global_batch_size=4, num_train_epochs=4, learning_rate=5e-3, precision="fp32", save_steps=2, seed=3
+    global_batch_size=4,
+    num_train_epochs=4,
+    learning_rate=5e-3,
+    precision="fp32",
+    save_steps=2,
+    seed=3,
+    report_to=["tensorboard"],
 )
 DPO = TRAINING.model_copy(update={"stage": "dpo"})
 LORA = TRAINING.model_copy(update={"finetuning_type": "lora"})
@@ -91,7 +98,7 @@ def trained(store, folder):
     return ensure(store, stage(store, folder))
 
 
-def test_the_artifact_is_a_checkpoint_with_the_figures_of_the_run(trained):
+def test_the_artifact_is_a_checkpoint_with_the_figures_of_the_run(store, trained):
     artifact = trained.artifact
     assert not trained.cached
     assert {"mca_config.json", "model"} <= {path.name for path in artifact.path.iterdir()}
@@ -99,6 +106,9 @@ def test_the_artifact_is_a_checkpoint_with_the_figures_of_the_run(trained):
     stats = artifact.record.stats
     assert (stats["steps"], stats["world_size"], len(stats["peak_memory_mb"])) == (20, 2, 2)
     assert stats["train_loss"] > stats["final_loss"]
+    assert stats["preflight"]["seconds"] > 0
+    events = store.root / ".runs" / f"train-{artifact.record.key}"
+    assert len(list(events.glob("events.*"))) == 1, "they outlive the work folder"
 
 
 def test_layout_and_cadence_are_not_part_of_the_key_and_the_learning_rate_is(store, folder, trained):
@@ -163,6 +173,22 @@ def test_killed_with_its_parent_it_leaves_no_rank_and_the_next_run_resumes_to_th
     resumed = ensure(store, stage(store, folder))
     assert not resumed.cached
     assert resumed.artifact.digest == trained.artifact.digest
+
+
+def test_two_machines_train_to_the_same_bits_as_one(folder, trained):
+    """The second machine is an agent on loopback, started as a user would."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    agent = subprocess.Popen([sys.executable, "-m", "flows.cli", "agent", endpoint])
+    store = ArtifactStore(folder / "machines")
+    two = LauncherConfig(kind="nodes", nnodes=2, rdzv_endpoint=endpoint, interface="lo")
+    try:
+        artifact = ensure(store, replace(stage(store, folder), launcher=two)).artifact
+        assert agent.wait(30) == 0
+    finally:
+        agent.kill()
+        agent.wait()
+    assert (artifact.stats["world_size"], artifact.digest) == (2, trained.artifact.digest)
 
 
 def test_stopped_while_it_takes_the_checkpoint_over_it_publishes_the_whole_one_next_time(folder, trained, monkeypatch):
