@@ -50,8 +50,8 @@ def _check_endpoint(endpoint: str) -> None:
     try:
         socket.create_server(split_endpoint(endpoint)).close()
     except OSError as error:
-        # Python's own text repeats the address; a name that cannot be resolved has no number of the system.
-        reason = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        # Python's own text repeats the address; the errors of name look-up have negative numbers.
+        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else "no such host"
         raise ConfigError(
             f"launcher.rdzv_endpoint: {endpoint}: {reason}; name a free port and an address of this machine"
         ) from None
