@@ -90,7 +90,8 @@ def check_space(config: PipelineConfig, model_dir: Path) -> None:
     needed = sum(weights * factor for stage, factor in _WEIGHTS_WRITTEN.items() if stage in pending)
     if "train" in pending and config.training.finetuning_type == "full":  # adapters are small
         checkpoints = config.training.save_total_limit + 1 if config.training.save_steps else 1
-        needed += weights * (1.1 + _CHECKPOINT_PER_WEIGHT * checkpoints)
+        best = checkpoints if config.training.load_best_model_at_end else 0
+        needed += weights * (1.1 + best + _CHECKPOINT_PER_WEIGHT * checkpoints)
     store.require_space(int(needed), "this run")
 
 

@@ -81,8 +81,9 @@ class TrainStage(Stage):
             return super().space_needed()  # the model itself is not written
         weights = sum(path.stat().st_size for path in (self.checkpoint.path / "model").rglob("*") if path.is_file())
         checkpoints = self.training.save_total_limit + 1 if self.training.save_steps else 1
+        best = checkpoints if self.training.load_best_model_at_end else 0  # each may name another one
         copies = 1 if self.training.use_mca else COPIES_OF_LLAMA_FACTORY
-        return super().space_needed() + weights * (copies + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
+        return super().space_needed() + weights * (copies + best + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
 
     def produce(self, ctx: StageContext) -> Produced:
         problems = training_problems(self.training, self.parallel, self.launcher)

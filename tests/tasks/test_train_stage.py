@@ -55,7 +55,7 @@ class Given(Stage):
 
     def produce(self, ctx: StageContext) -> Produced:
         subprocess.run(["cp", "-r", f"{self.folder}/.", ctx.staging], check=True)
-        return Produced(parts={"train": self.folder.name})
+        return Produced(parts={"train": self.folder.name, "eval": f"{self.folder.name} eval"})
 
 
 def make_checkpoint(hf: Path, target: Path, poison: bool) -> None:
@@ -124,6 +124,16 @@ def test_layout_and_cadence_are_not_part_of_the_key_and_the_learning_rate_is(sto
     other = probe(store, replace(same, training=TRAINING.model_copy(update={"learning_rate": 1e-4})))
     assert isinstance(other, Miss)
     assert [change.field for change in other.changed] == ["identity.learning_rate"]
+
+
+def test_what_decides_the_best_model_is_part_of_the_key_where_it_is_the_result(store, folder):
+    last = stage(store, folder)
+    assert last.inputs().keys() == {"checkpoint", "dataset"}
+    assert "eval_steps" not in last.identity()
+    best = replace(last, training=TRAINING.model_copy(update={"load_best_model_at_end": True, "eval_steps": 5}))
+    assert best.inputs()["held out"].digest == last.dataset.parts["eval"]
+    assert best.identity()["eval_steps"] == 5
+    assert best.space_needed() > last.space_needed()
 
 
 def test_the_preference_loss_is_part_of_the_key_of_a_preference_training_only(store, folder):
