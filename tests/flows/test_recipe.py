@@ -25,6 +25,7 @@ WRONG = [
     ("dataset.ranking=true", "dataset.ranking: rows with two answers are for training.stage dpo, not sft"),
     ("training.stage=dpo", "dataset.ranking: training.stage dpo needs rows with a chosen and a rejected answer"),
     ("training.min_learning_rate=1", "training.min_learning_rate: greater than training.learning_rate"),
+    ("training.load_best_model_at_end=true", "training.load_best_model_at_end: needs evaluations to choose from"),
     ("parallel.tensor=2", "launcher.nproc_per_node: 1 ranks cannot be split into parallel.tensor=2"),
     ("training.micro_batch_size=3", "training.global_batch_size: 8 is not a multiple of"),
     ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline: 2 needs parallel.pipeline of at least 2"),
