@@ -26,7 +26,6 @@ from tasks.training_config import (
     LoraConfig,
     ParallelConfig,
     TrainingConfig,
-    best_problems,
     preference_problems,
     training_problems,
 )
@@ -98,7 +97,6 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
     held_out = bool(dataset.eval_files) or dataset.eval_fraction > 0
     if training.eval_steps and not held_out:
         yield "training.eval_steps: no rows are held out; set dataset.eval_fraction or dataset.eval_files, or use 0"
-    yield from best_problems(training, held_out=held_out)
 
 
 class _UniqueKeys(yaml.SafeLoader):

@@ -30,7 +30,6 @@ from tasks.training_config import (
     LoraConfig,
     ParallelConfig,
     TrainingConfig,
-    best_problems,
     preference_problems,
     training_problems,
 )
@@ -87,8 +86,7 @@ class TrainStage(Stage):
 
     def produce(self, ctx: StageContext) -> Produced:
         problems = training_problems(self.training, self.parallel, self.launcher)
-        best = best_problems(self.training, held_out="eval" in self.dataset.parts)
-        for problem in (*problems, *preference_problems(self.training, self.dpo), *best):
+        for problem in (*problems, *preference_problems(self.training, self.dpo)):
             raise ConfigError(problem)
         config = McaModelConfig.from_pretrained(self.checkpoint.path)
         check_training_layout(config, self.parallel)

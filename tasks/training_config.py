@@ -258,6 +258,8 @@ def backend_problems(training: TrainingConfig, parallel: ParallelConfig) -> Iter
 
 def option_problems(training: TrainingConfig) -> Iterator[str]:
     """Fields of the section `training` that do not go together: `field: reason`."""
+    if training.load_best_model_at_end and not training.eval_steps:
+        yield "training.load_best_model_at_end: needs evaluations to choose from; set training.eval_steps"
     if training.lr_scheduler_type == "warmup_stable_decay" and training.warmup_ratio + training.decay_ratio > 1:
         yield (
             f"training.decay_ratio: {training.decay_ratio} and training.warmup_ratio {training.warmup_ratio} are more "
@@ -273,16 +275,6 @@ def option_problems(training: TrainingConfig) -> Iterator[str]:
         for name in ("overlap_grad_reduce", "use_distributed_optimizer"):
             if not getattr(training, name):
                 yield f"training.overlap_param_gather: needs training.{name}: true"
-
-
-def best_problems(training: TrainingConfig, *, held_out: bool) -> Iterator[str]:
-    """What `load_best_model_at_end` needs and is not there: `field: reason`. `held_out`: rows to evaluate on exist."""
-    if not training.load_best_model_at_end:
-        return
-    if not training.eval_steps:
-        yield "training.load_best_model_at_end: needs evaluations to choose from; set training.eval_steps"
-    if not held_out:
-        yield "training.load_best_model_at_end: no rows are held out; set dataset.eval_fraction or dataset.eval_files"
 
 
 def preference_problems(training: TrainingConfig, dpo: DpoConfig) -> Iterator[str]:
