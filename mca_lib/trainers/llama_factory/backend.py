@@ -212,7 +212,7 @@ def train(
     start, adapter = from_rank_0(lambda: _prepare(training_args, source, output_dir, lora))
     has_eval = eval_rows is not None
     arguments = _arguments(
-        training_args, finetuning_args, start, adapter, found, micro_batches=micro_batches.per_step, has_eval=has_eval
+        training_args, finetuning_args, start, found, micro_batches=micro_batches.per_step, has_eval=has_eval
     )
     if preference is not None:
         arguments |= vars(preference)
@@ -232,7 +232,7 @@ def train(
             flops=lambda lengths_D: step_flops(config, lengths_D, elements),
             stop=stop,
         )
-        _run(finetuning_args.stage, arguments, record, data, _rate(training_args, schedule.total_steps))
+        _run(finetuning_args.stage, arguments, adapter, record, data, _rate(training_args, schedule.total_steps))
     final = Path(training_args.final_dir) if training_args.final_dir else output_dir / "final"
     trained = output_dir / files.OUTPUT
     if lora is not None:
@@ -256,7 +256,12 @@ def _prepare(
 
 
 def _run(
-    stage: str, arguments: dict[str, Any], record: Record, data: dict[str, Any], rate: Callable[[int], float]
+    stage: str,
+    arguments: dict[str, Any],
+    adapter: Path | None,
+    record: Record,
+    data: dict[str, Any],
+    rate: Callable[[int], float],
 ) -> None:
     """Call LLaMA-Factory's function of the stage."""
     function, workflow, home, name = STAGES[stage]
@@ -264,6 +269,8 @@ def _run(
         model_args, data_args, training_args, finetuning_args, generating_args = get_train_args(arguments)
     except ValueError as error:
         raise ConfigError(f"LLaMA-Factory: {' '.join(str(error).split())}") from None
+    # Not among the arguments, which are split at commas.
+    model_args.adapter_name_or_path = [str(adapter)] if adapter else None
     ours = PairTrainer if record.in_pairs else TokenTrainer
     trainer_class = type(name, (ours, getattr(home, name)), {"record": record, "rate": staticmethod(rate)})
     further = [generating_args] if stage == "sft" else []
@@ -322,7 +329,6 @@ def _arguments(
     args: "TrainingArguments",
     finetuning_args: "FinetuningArguments",
     start: Path,
-    adapter: Path | None,
     found: Path | None,
     *,
     micro_batches: int,
@@ -335,7 +341,6 @@ def _arguments(
     )
     return {
         "model_name_or_path": str(start),
-        "adapter_name_or_path": adapter and str(adapter),
         "stage": finetuning_args.stage,
         "finetuning_type": finetuning_args.finetuning_type,
         "do_train": True,
