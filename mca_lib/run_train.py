@@ -242,9 +242,9 @@ def _train(
     from mca_lib.trainers import DPOTrainer, McaTrainer
 
     model = AutoModel.from_pretrained(directory, training_args)
+    model.base_digest = model_args.weights_digest or base_digest(directory)
     if finetuning_args.finetuning_type == "lora":
-        base = model_args.weights_digest or base_digest(directory)
-        setup_lora_training(model, finetuning_args, training_args.seed, base)
+        setup_lora_training(model, finetuning_args, training_args.seed, model.base_digest)
     if finetuning_args.stage == "dpo":
         DPOTrainer(model, training_args, train_rows, eval_rows, preference_arguments(finetuning_args)).train()
     else:

@@ -9,6 +9,7 @@ output      an MCA checkpoint; with LoRA the adapter alone, as a PEFT directory
 """
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,6 +40,11 @@ RESULT_NAME = "train_result.json"
 CHECKPOINT_PER_WEIGHT_BYTE = 7
 # In fp32: the model that it starts from, its result, and that as a checkpoint.
 COPIES_OF_LLAMA_FACTORY = 6
+TRACKER_SECRETS = {
+    "wandb": ("WANDB_API_KEY",),
+    "mlflow": ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
+}
+"""Variables of the environment that trackers log in with."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +116,18 @@ class TrainStage(Stage):
     def _launch(self, ctx: StageContext, final: Path) -> None:
         arguments = ctx.work / "arguments.json"
         arguments.write_text(json.dumps(self._arguments(ctx.work, final), indent=1))
-        launch(ctx, self.launcher, "mca_lib.run_train", arguments, log_name="train")
+        trackers = self.training.report_to
+        # Beside the artifacts: the work folder is removed after publishing.
+        events = Path(os.environ.get("TENSORBOARD_LOGGING_DIR", ctx.store.root / ".runs")) / ctx.work.name
+        launch(
+            ctx,
+            self.launcher,
+            "mca_lib.run_train",
+            arguments,
+            env={"TENSORBOARD_LOGGING_DIR": str(events)} if "tensorboard" in trackers else {},
+            secrets=[secret for tracker in trackers for secret in TRACKER_SECRETS.get(tracker, ())],
+            log_name="train",
+        )
 
     def _arguments(self, work: Path, final: Path) -> dict[str, Any]:
         """What `mca_lib.run_train` reads."""

@@ -58,7 +58,7 @@ class VirtualModels:
         self.lora_config: LoraConfig | None = None
         """Of the adapters, once `mca_lib.adapters.apply_megatron_lora` has put them on."""
         self.base_digest: str | None = None
-        """Of the weights that the adapters are for, where the caller knows it."""
+        """Of the weights that training starts from, where the caller knows it."""
         self.models = [cls(mca_config, config, vp_stage=i if chunks else None) for i in range(chunks or 1)]
 
     def __repr__(self) -> str:

@@ -75,7 +75,7 @@ def _try_checkpoint(engine: Engine, output_dir: Path) -> None:
     scratch = Path(from_rank_0(lambda: str(new_staging(output_dir))))
     try:
         saver = CheckpointSaver(scratch, engine, Retention())
-        saver.begin(TrainerState(0, {}, {}, layout(engine)), going_on=False)
+        saver.begin(TrainerState(0, {}, {}, layout(engine)), going_on=engine.args.async_save)
         saver.finish()
     finally:
         if dist.get_rank() == 0:

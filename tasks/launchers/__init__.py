@@ -13,7 +13,7 @@ of the user that a rank or the launcher found, what befell a machine or the job,
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +45,12 @@ def launch(
     arguments: Path,
     *,
     env: Mapping[str, str] | None = None,
+    secrets: Sequence[str] = (),
     log_name: str,
 ) -> None:
     """Run `python -m MODULE ARGUMENTS` in all ranks to their end.
+
+    `env` goes to all ranks; `secrets` names variables that look like secrets and may reach those of this machine.
 
     Raises:
         UserError: what the first rank found, or the launcher: machines that did not come, a job that was refused.
@@ -70,7 +73,7 @@ def launch(
     )
     command = _COMMANDS[launcher.kind](ctx, launcher, plan)
     try:
-        ctx.run_command(command.argv, log_name=log_name, env=plan.env, grace=command.grace)
+        ctx.run_command(command.argv, log_name=log_name, env=plan.env, secrets=secrets, grace=command.grace)
     except CommandFailed as error:
         failure = first_failure(failures)
         if failure is None:

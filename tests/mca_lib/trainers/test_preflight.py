@@ -19,7 +19,11 @@ LAYOUTS = {
         2,
         {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "bf16": True},
     ),
-    "experts with a bias": ("deepseek-mtp", 2, {"expert_model_parallel_size": 2}),
+    "biases of experts that move": (
+        "deepseek-mtp",
+        2,
+        {"expert_model_parallel_size": 2, "moe_router_bias_update_rate": 0.01, "overlap_grad_reduce": True},
+    ),
 }
 
 

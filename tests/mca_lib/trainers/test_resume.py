@@ -206,6 +206,9 @@ def test_a_checkpoint_of_a_run_with_other_settings_is_refused(ranks, folder):
         ranks(1, train_until, *places, str(out), OPTIONS, 4, signal.SIGKILL)
     with pytest.raises(RankError, match=r"CheckpointError: .*checkpoint-2 was made with learning_rate=0\.005"):
         ranks(1, train, *places, str(out), {**OPTIONS, "learning_rate": 1e-3})
+    ranks(1, make_model, folder / "other model", 0.1, False, 131)
+    with pytest.raises(RankError, match=r"CheckpointError: .*made with vocab_size=128, this run has 131"):
+        ranks(1, train, f"{folder}/other model", places[1], str(out), OPTIONS)
 
 
 def test_the_result_says_what_was_trained(ranks, folder):
