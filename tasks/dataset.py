@@ -24,7 +24,7 @@ from pydantic import Field, PositiveInt, model_validator
 from mca_lib.data.formats import read_entries, resolve_sources
 from mca_lib.data.spec import TOKENIZING_LIBRARIES
 from mca_lib.data.storage import resolve_storage
-from mca_lib.errors import DataError, ModelError
+from mca_lib.errors import ConfigError, DataError, ModelError
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
 from tasks.report import Reporter
@@ -145,6 +145,10 @@ class DatasetStage(Stage):
         digests: dict[str, dict[str, JSON]] = {"train": {}, "eval": {}}
         sources = resolve_sources(self.config, self.objective)
         storage = resolve_storage(self.config, self.objective, sources)
+        if storage == "rows" and self.config.executor.kind != "local":
+            raise ConfigError(
+                f"dataset.executor: {self.config.executor.kind} needs storage: indexed; use local, or that"
+            )
         for source in sources:
             found = digests[source.split]
             label = f"{source.entry}/{source.path.name}" if source.entry else source.path.name

@@ -101,6 +101,13 @@ class WriteTokens(PipelineStep):
         progress_writer()(min(done, world_size), world_size)
 
 
+class SlurmExecutor(SlurmPipelineExecutor):
+    """datatrove's, without the job that merges statistics: nobody reads them here, and it asks for 1 GB of its own."""
+
+    def launch_merge_stats(self) -> None:
+        return
+
+
 @functools.cache
 def text_encoder(tokenizer_dir: str) -> TextEncoder:
     """One per process; forked workers find it there."""
@@ -130,7 +137,7 @@ def build_executor(
         return RayPipelineExecutor(**common, mem_per_cpu_gb=settings["mem_per_cpu_gb"], time=settings["time"])
     if shutil.which("sbatch") is None:
         raise ConfigError("dataset.executor.kind: slurm needs sbatch on this machine, and there is none; use local")
-    return SlurmPipelineExecutor(
+    return SlurmExecutor(
         **common,
         time=settings["time"],
         partition=settings["partition"],
@@ -148,6 +155,7 @@ def tokenize(job: DatasetSpec, work: Path, tasks: int) -> None:
 
     Raises:
         UserError: what a local task found wrong with the data.
+        ConfigError: sbatch refuses the job.
         DataError: tasks on a cluster did not finish.
     """
     for folder in (TOKENS, LOG):
@@ -157,9 +165,13 @@ def tokenize(job: DatasetSpec, work: Path, tasks: int) -> None:
     executor = build_executor(job.executor, job.num_workers, steps, tasks, work)
     # Forked tokenizers must not have threads of their own.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    with _default_sigterm():
-        executor.run()
-    if isinstance(executor, SlurmPipelineExecutor):
+    try:
+        with _default_sigterm():
+            executor.run()
+    except subprocess.CalledProcessError as error:
+        what = f"{error.cmd[0]} ended with status {error.returncode}"
+        raise ConfigError(f"dataset.executor: {what}: the log of this stage says why; see {work / LOG}") from None
+    if isinstance(executor, SlurmExecutor):
         _wait_for_slurm(executor)
     if missing := executor.get_incomplete_ranks(skip_completed=True):
         raise DataError(
@@ -182,7 +194,7 @@ def _default_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, former)
 
 
-def _wait_for_slurm(executor: SlurmPipelineExecutor) -> None:
+def _wait_for_slurm(executor: SlurmExecutor) -> None:
     """Until all tasks are done, or the job has left the queue."""
     while executor.get_incomplete_ranks(skip_completed=True):
         if not _queued(executor.job_id):

@@ -280,6 +280,8 @@ def test_the_storage_that_auto_takes_is_in_the_key_and_where_it_is_tokenized_is_
     assert text_identity(text) == text_identity(text, storage="indexed")
     elsewhere = ExecutorConfig(kind="slurm", partition="cpu")
     assert text_identity(text, executor=elsewhere, num_workers=8) == text_identity(text)
+    with pytest.raises(ConfigError, match=r"dataset\.executor: slurm needs storage: indexed"):
+        text_identity(text, executor=elsewhere, storage="rows")
 
 
 def test_of_a_corpus_that_is_used_in_place_both_files_and_the_path_are_in_the_key(text_identity, tmp_path):
