@@ -186,6 +186,7 @@ def mca_train(
         from mca_lib.adapters import lora_config
 
         lora_config(finetuning_args)
+        training_args.check_with_adapters()
     STAGES[finetuning_args.stage](training_args, model_args, data_args, finetuning_args)
 
 

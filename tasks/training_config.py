@@ -265,8 +265,12 @@ def option_problems(training: TrainingConfig) -> Iterator[str]:
             f"training.decay_ratio: {training.decay_ratio} and training.warmup_ratio {training.warmup_ratio} are more "
             "than all steps; lower one of them"
         )
-    if training.finetuning_type == "lora" and training.moe_router_bias_update_rate:
-        yield "training.moe_router_bias_update_rate: lora leaves the routers as they are; use 0"
+    if training.fp8 and training.precision != "bf16":
+        yield f"training.fp8: needs training.precision bf16, not {training.precision}"
+    if training.finetuning_type == "lora":
+        for name in ("freeze", "moe_router_bias_update_rate"):
+            if getattr(training, name):
+                yield f"training.{name}: has no effect with training.finetuning_type lora; leave it out"
     if training.stage == "dpo":
         for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff"):
             if getattr(training, name):

@@ -19,6 +19,7 @@ from mca_lib.adapters.peft_files import peft_name
 from mca_lib.adapters.settings import check_lora_config, scaling, targets_of
 from mca_lib.adapters.targets import WEIGHT, linear_layers, target_names
 from mca_lib.errors import ConfigError
+from mca_lib.models.freeze import let_gradients_through
 from mca_lib.models.naming import EXPERT, checkpoint_parameters
 
 if TYPE_CHECKING:
@@ -101,9 +102,7 @@ def apply_megatron_lora(models: "VirtualModels", lora: "LoraConfig", seed: int =
         layers = [_adapted(model, entry, names, lora, seed, *found) for entry, *found in _linears(model, entries)]
         model.adapters = Adapters([layer for layer in layers if layer is not None])
         if model.pre_process:
-            # With a frozen embedding nothing before the first adapter has a gradient; a layer whose activations are
-            # computed again is skipped in the backward pass unless its input has one.
-            model.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())
+            let_gradients_through(model)
     _check_stages(models)
     models.lora_config = lora
 

@@ -4,6 +4,7 @@ from typing import Protocol
 
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.freeze import frozen_weights
 
 
 class TrainingOptions(Protocol):
@@ -12,10 +13,12 @@ class TrainingOptions(Protocol):
     moe_aux_loss_coeff: float
     moe_z_loss_coeff: float
     moe_router_bias_update_rate: float
+    freeze: list[str]
 
 
 def check_training_options(config: McaModelConfig, options: TrainingOptions) -> None:
-    """Raises ConfigError when an option has no effect on this model, which nobody would see."""
+    """Raises ConfigError when an option has no effect on this model, or names what it does not have."""
+    frozen_weights(config, options.freeze)
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
         if getattr(options, name) and config.moe is None:
             raise ConfigError(

@@ -91,6 +91,9 @@ def transformer_config(
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         fp16=dtype == torch.float16,
+        fp8=getattr(args, "fp8", None),
+        # Scaled by the tensor itself: there is no history that a checkpoint would have to keep.
+        fp8_recipe="tensorwise",
         attention_softmax_in_fp32=True,
         # Megatron's fused kernels are torch.compile'd functions that need a C++ compiler on CPU.
         bias_activation_fusion=not on_cpu,

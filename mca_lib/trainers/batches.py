@@ -22,6 +22,8 @@ from mca_lib.models.packing import zigzag_index
 from mca_lib.parallel import DistributingParallelArguments
 
 PADDING_TOKEN = 0
+FP8_TOKENS = 16
+"""Transformer Engine's FP8 products want a multiple of this on each rank."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +39,9 @@ class Alignment:
     def of(cls, args: DistributingParallelArguments) -> "Alignment":
         context = args.context_parallel_size
         document = 2 * context if context > 1 else 1
-        tensor = args.tensor_model_parallel_size * context if args.sequence_parallel else 1
-        return cls(document, math.lcm(document, tensor))
+        ranks = context * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+        tokens = FP8_TOKENS if getattr(args, "fp8", None) else 1
+        return cls(document, math.lcm(document, ranks * tokens))
 
     def documents(self, lengths_D: np.ndarray) -> np.ndarray:
         """Padded length of each document."""

@@ -16,6 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.module import MegatronModule
 
 from mca_lib.errors import ConfigError
+from mca_lib.models.freeze import freeze_weights
 from mca_lib.parallel import pipeline_communication
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import MicroBatch
@@ -68,8 +69,10 @@ class Engine:
         self.args, self.objective = args, objective
         self.bare_chunks = list(chunks)
         self.device = current_platform().device
-        if args.moe_router_bias_update_rate and self.bare_chunks[0].adapters is not None:
-            raise ConfigError("moe_router_bias_update_rate: adapters leave the routers as they are; use 0")
+        if self.bare_chunks[0].adapters is not None:
+            args.check_with_adapters()
+        elif args.freeze:
+            self._freeze()
         config = self.bare_chunks[0].config
         # Gradients are summed over replicas and divided once by the tokens of the step; DDP reads this when built.
         config.calculate_per_token_loss = True
@@ -168,6 +171,14 @@ class Engine:
         raised = torch.tensor(int(flag), device=self.device)
         dist.all_reduce(raised, op=dist.ReduceOp.MAX)
         return bool(raised)
+
+    def _freeze(self) -> None:
+        """Megatron's optimizer and pipeline want something to train in every chunk. All ranks say so together."""
+        if self.any_rank(not freeze_weights(self.bare_chunks, self.args.freeze)):
+            raise ConfigError(
+                "freeze: a pipeline stage would have nothing to train; freeze less, or use another "
+                "pipeline_model_parallel_layout"
+            )
 
     def _gradients(self, batches: Sequence[MicroBatch]) -> list[dict[str, torch.Tensor]]:
         """What the objective reports; the gradients of the step are in the buffers then."""

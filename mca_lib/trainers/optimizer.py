@@ -32,6 +32,9 @@ def make_optimizer(args: TrainingArguments, chunks: Sequence[DistributedDataPara
         min_loss_scale=MIN_LOSS_SCALE,
         params_dtype=args.params_dtype,
         use_distributed_optimizer=args.use_distributed_optimizer,
+        optimizer_cpu_offload=args.optimizer_offload_fraction > 0,
+        optimizer_offload_fraction=args.optimizer_offload_fraction,
+        overlap_param_gather=args.overlap_param_gather,
     )
     return get_megatron_optimizer(config, list(chunks))
 

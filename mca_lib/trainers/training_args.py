@@ -14,7 +14,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from mca_lib.errors import ConfigError
 from mca_lib.parallel import DistributingParallelArguments
-from mca_lib.platforms import current_platform
+from mca_lib.platforms import current_platform, uses_transformer_engine
 from mca_lib.trainers.schedule import BatchShape
 from mca_lib.trainers.tracking import check_trackers
 
@@ -142,12 +142,37 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             )
         if self.overlap_param_gather and not (self.overlap_grad_reduce and self.use_distributed_optimizer):
             raise ConfigError("overlap_param_gather=True needs overlap_grad_reduce and use_distributed_optimizer")
+        self._check_hardware()
         if self.recompute_granularity not in ("none", "selective", "full"):
             raise ConfigError(f"recompute_granularity={self.recompute_granularity!r}: use none, selective or full")
         if self.save_strategy is SaveStrategy.BEST:
             raise ConfigError("save_strategy='best': use no, steps or epoch")
         if self.max_steps == 0 or self.max_steps < -1:
             raise ConfigError(f"max_steps={self.max_steps}: use a positive number, or -1 for num_train_epochs")
+
+    def check_with_adapters(self) -> None:
+        """Raises ConfigError for options about the model's own weights, which LoRA leaves as they are."""
+        for name in ("freeze", "moe_router_bias_update_rate"):
+            if getattr(self, name):
+                raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with finetuning_type='lora'")
+
+    def _check_hardware(self) -> None:
+        on_cpu = current_platform().device_type == "cpu"
+        if not 0 <= self.optimizer_offload_fraction <= 1:
+            raise ConfigError(f"optimizer_offload_fraction={self.optimizer_offload_fraction}: use a share from 0 to 1")
+        if self.optimizer_offload_fraction and on_cpu:
+            raise ConfigError(
+                f"optimizer_offload_fraction={self.optimizer_offload_fraction} moves state from a GPU to CPU memory, "
+                "and this process sees no GPU: use 0"
+            )
+        if self.fp8 is None:
+            return
+        if self.fp8 not in ("hybrid", "e4m3"):
+            raise ConfigError(f"fp8={self.fp8!r}: use hybrid or e4m3")
+        if not self.bf16:
+            raise ConfigError(f"fp8={self.fp8!r} needs bf16=True: what is no matrix product is computed in bf16")
+        if not uses_transformer_engine():
+            raise ConfigError(f"fp8={self.fp8!r} needs a GPU and Transformer Engine, which this process does not have")
 
     @property
     def megatron_schedule(self) -> str:

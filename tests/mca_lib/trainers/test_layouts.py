@@ -1,6 +1,7 @@
 """The parallel layout, the micro batch size and packing decide speed and memory, never loss or gradient."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -130,6 +131,52 @@ def test_rows_without_loss_weigh_nothing(ranks, folder, layout):
     options = {"max_steps": STEPS, **options}
     values = ranks(world_size, train, f"{folder}/model", f"{folder}/masked", f"{folder}/masked {layout}", options)
     np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)
+
+
+FREEZE = ["embed_tokens", "layers.1", "up_proj", "gate_proj"]
+FROZEN = {
+    "one rank, full recomputation": LAYOUTS["full recomputation"],
+    "TP2": LAYOUTS["TP2"],
+    "PP2": LAYOUTS["PP2"],
+    "DP2 with overlap": (2, GRADIENTS_AND_WEIGHTS),
+}
+
+
+@pytest.fixture(scope="module")
+def plain_frozen(ranks, folder) -> np.ndarray:
+    """Also saves the model as it is."""
+    ranks(1, save_as_it_is, f"{folder}/model", folder / "as it is")
+    parts = ("embed_tokens", "layers.1.", "up_proj", "gate_proj")
+    return np.array(ranks(1, plain_training, f"{folder}/model", f"{folder}/store", 4, None, parts)[0])
+
+
+@pytest.mark.parametrize("layout", FROZEN)
+def test_frozen_weights_keep_every_bit_and_the_others_train_as_in_plain_torch(ranks, folder, plain_frozen, layout):
+    world_size, options = FROZEN[layout]
+    places, out = (f"{folder}/model", f"{folder}/store"), folder / f"frozen {layout}"
+    options = {"max_steps": 4, "freeze": FREEZE, **options}
+    values = ranks(world_size, train, *places, str(out), options)
+    np.testing.assert_allclose(history(values), plain_frozen, rtol=0, atol=TOLERANCE)
+    before, after = weights(folder / "as it is"), weights(out / "final")
+    same = {name: (before[name] == after[name]).flatten(1).all(1).tolist() for name in after if after[name].ndim > 1}
+    assert all(same["embedding.word_embeddings.weight"])
+    assert same["decoder.layers.mlp.linear_fc1.weight"] == [True] * 4
+    for name in ("decoder.layers.mlp.linear_fc2.weight", "decoder.layers.self_attention.linear_qkv.weight"):
+        assert same[name] == [False, True, False, False]
+
+
+def save_as_it_is(model: str, out: Path) -> None:
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
+
+    initialize_model_parallel(DistributingParallelArguments())
+    AutoModel.from_pretrained(model).save_pretrained(out)
+
+
+def test_a_stage_without_anything_to_train_is_refused(ranks, folder):
+    options = {"freeze": ["embed_tokens", "layers.0", "layers.1"], **LAYOUTS["PP2"][1]}
+    with pytest.raises(RankError, match="ConfigError: freeze: a pipeline stage would have nothing to train"):
+        ranks(2, train, f"{folder}/model", f"{folder}/store", f"{folder}/refused", options)
 
 
 EXPERT_STEPS = 4

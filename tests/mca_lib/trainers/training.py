@@ -124,12 +124,13 @@ def kill_in_step(step: int, kill: int) -> None:
 
 
 def plain_training(
-    model: str, store: str, steps: int, balance: dict[str, float] | None = None
+    model: str, store: str, steps: int, balance: dict[str, float] | None = None, frozen: tuple[str, ...] = ()
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each step, by transformers and torch alone, one document at a time.
 
     Args:
         balance: coefficients of the losses of routers, which are in the gradients and not in the loss.
+        frozen: parts of names of what is not trained.
     """
     import torch
     from transformers import AutoModelForCausalLM, get_scheduler
@@ -140,6 +141,8 @@ def plain_training(
     settings, rows = HYPERPARAMETERS, open_split(Path(store) / "train")
     schedule = Schedule(len(rows), settings["global_batch_size"], settings["seed"], max_steps=steps)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in frozen))
     decayed = [p for p in network.parameters() if p.ndim > 1]
     others = [p for p in network.parameters() if p.ndim <= 1]
     optimizer = torch.optim.AdamW(
