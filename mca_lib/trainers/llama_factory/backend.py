@@ -1,27 +1,17 @@
 """Training by LLaMA-Factory 0.9.5: its `run_pt`, `run_sft` and `run_dpo`, on the rows and by the schedule of a run.
 
 Model, loss, optimizer, reference model, adapters and loop are LLaMA-Factory's and transformers'. Ours are the micro
-batches (`rows`), the course of the learning rate (Megatron's, so that it is the same in both backends), and what makes
-the numbers those of the whole step:
-
-    tokens  the loss is divided by the tokens of the step over all ranks (transformers does that)
-    pairs   the loss is divided by the pairs of the step over all ranks. LLaMA-Factory takes a mean of micro batches'
-            means, in which a pair weighs more where fewer share its micro batch
-    padding transformers gives the embedding of the padding token no gradient, even where it is a token of the text, as
-            where padding and end of text are one token. Here nothing with a loss is padding
-    losses  TRL 0.28 takes the loss's name as an argument and LLaMA-Factory does not pass it: `hinge` and `ipo` would
-            train `sigmoid`
-
-There is no seam for these, so its trainer classes and their `get_dataset` are replaced for the run by
-subclasses and a function of ours. None of it is a documented API: `tests/mca_lib/trainers/test_llama_factory.py` holds
-the signatures, and compares what comes out with Megatron-Core's.
+batches (`rows`), the learning rate (Megatron's schedule, so that both backends have the same), and some mends of the
+loss (`trainers`). There is no seam for these, so the trainer classes and their `get_dataset` are replaced for the run
+by subclasses and a function of ours. None of it is a documented API: `tests/mca_lib/trainers/test_llama_factory.py`
+holds the signatures, and compares what comes out with Megatron-Core's.
 
 One process trains once: LLaMA-Factory keeps state in its modules.
 """
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -31,7 +21,6 @@ os.environ.setdefault("DISABLE_VERSION_CHECK", "1")
 os.environ.setdefault("LLAMAFACTORY_VERBOSITY", "ERROR")
 
 import huggingface_hub.constants
-import torch
 import torch.distributed as dist
 from llamafactory.hparams import get_train_args
 from llamafactory.train.dpo import trainer as dpo_trainer
@@ -47,7 +36,6 @@ from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import STATE_NAME, Retention
 from mca_lib.checkpoint.training import find_checkpoint
 from mca_lib.data.indexed_rows import Rows
-from mca_lib.data.token_store import IGNORE_INDEX
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig, read_json
 from mca_lib.models.flops import step_flops
@@ -55,13 +43,14 @@ from mca_lib.parallel import init_process_group
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.llama_factory import check_model, files, rows
 from mca_lib.trainers.llama_factory.record import Record
+from mca_lib.trainers.llama_factory.trainers import PairTrainer, TokenTrainer
 from mca_lib.trainers.optimizer import make_scheduler
-from mca_lib.trainers.pairs import PairObjective
 from mca_lib.trainers.peak import peak_flops
 from mca_lib.trainers.preference import PreferenceArguments
 from mca_lib.trainers.progress import Meter, Totals
 from mca_lib.trainers.schedule import Schedule
 from mca_lib.trainers.stopping import StopRequest
+from mca_lib.trainers.tracking import tracker_callbacks
 
 if TYPE_CHECKING:
     from mca_lib.trainers.arguments import FinetuningArguments, ModelArguments
@@ -73,94 +62,6 @@ STAGES: dict[str, tuple[Any, ModuleType, ModuleType, str]] = {
     "dpo": (dpo_workflow.run_dpo, dpo_workflow, dpo_trainer, "CustomDPOTrainer"),
 }
 """Its function, the module whose `get_dataset` that calls, and where the name of its trainer class is looked up."""
-
-
-class StoreTrainer:
-    """Comes before one of LLaMA-Factory's trainers."""
-
-    record: Record
-    rate: Callable[[int], float]
-    """Step → share of the learning rate."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs | {"data_collator": lambda items: items[0]})
-        self.model.get_input_embeddings().padding_idx = None
-        if not self.record.in_pairs and not self.model_accepts_loss_kwargs:
-            raise RuntimeError(
-                f"{type(self.model).__name__} takes no num_items_in_batch: its loss would be a mean of means"
-            )
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        if self.lr_scheduler is None:
-            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.rate)
-        return self.lr_scheduler
-
-    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
-        self.record.fetch()
-        return super().get_batch_samples(*args, **kwargs)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
-        self.record.add_loss(loss)
-        return loss
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        super().log(self.record.line(logs, self.args) if "grad_norm" in logs else logs, *args, **kwargs)
-
-    @torch.no_grad()
-    def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Means over the whole evaluation split; transformers would take a mean of micro batches' means."""
-        self.model.eval()
-        totals: dict[str, float] = {}
-        for batch in self.get_eval_dataloader():
-            for name, value in self.sums(self._prepare_inputs(batch)).items():
-                totals[name] = totals.get(name, 0.0) + float(value)
-        values = torch.tensor(list(totals.values()), dtype=torch.float64, device=self.args.device)
-        dist.all_reduce(values)
-        *sums, count = values.tolist()
-        means = self.record.evaluated(dict(zip(totals, sums, strict=False)), count)
-        super().log(dict(means))
-        return means
-
-
-class TokenTrainer(StoreTrainer):
-    """Pretraining and supervised fine-tuning."""
-
-    def sums(self, batch: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Of a micro batch: the loss, and at the end the tokens that have one."""
-        one = torch.ones((), device=self.args.device)
-        return {
-            "loss": self.model(**batch, num_items_in_batch=one).loss,
-            "count": (batch["labels"] != IGNORE_INDEX).sum(),
-        }
-
-
-class PairTrainer(StoreTrainer):
-    """Preference optimization."""
-
-    def dpo_loss(self, *args: Any, **kwargs: Any) -> Any:
-        return super().dpo_loss(*args, loss_type=self.loss_type, **kwargs)
-
-    def get_batch_loss_metrics(
-        self, model: Any, batch: dict[str, torch.Tensor], train_eval: str = "train"
-    ) -> tuple[torch.Tensor, dict[str, float]]:
-        """The micro batch's part of the mean over all pairs of the step. It is divided by the micro batches later."""
-        pairs = int(batch[rows.PAIRS])
-        loss, means = self._means(model, batch)
-        self.record.add_measures({name: pairs * value for name, value in means.items()})
-        share = pairs * dist.get_world_size() / self.record.count()
-        return loss * share * self.current_gradient_accumulation_steps, {}
-
-    def sums(self, batch: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """Of a micro batch: the loss, the measures, and at the end the pairs."""
-        pairs = int(batch[rows.PAIRS])
-        loss, means = self._means(self.model, batch)
-        return {"loss": pairs * loss, **{name: pairs * value for name, value in means.items()}, "count": pairs}
-
-    def _means(self, model: Any, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        tensors = {name: tensor for name, tensor in batch.items() if name != rows.PAIRS}
-        loss, means = super().get_batch_loss_metrics(model, tensors, "train")
-        return loss, {name: means[name] for name in PairObjective.measures}
 
 
 def train(
@@ -218,6 +119,9 @@ def train(
         arguments |= vars(preference)
     elements = adapter_elements(config, targets_of(lora.lora_config), lora.lora_config.r) if lora else None
     peak = peak_flops(output_dir, training_args.params_dtype)
+    # Not in the Trainer's own folder, which is emptied.
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output_dir / "runs"))
+    trackers = tracker_callbacks(training_args.report_to) if dist.get_rank() == 0 else []
     with StopRequest() as stop:
         record = Record(
             output_dir,
@@ -232,7 +136,8 @@ def train(
             flops=lambda lengths_D: step_flops(config, lengths_D, elements),
             stop=stop,
         )
-        _run(finetuning_args.stage, arguments, adapter, record, data, _rate(training_args, schedule.total_steps))
+        rate = _rate(training_args, schedule.total_steps)
+        _run(finetuning_args.stage, arguments, adapter, record, trackers, data, rate)
     final = Path(training_args.final_dir) if training_args.final_dir else output_dir / "final"
     trained = output_dir / files.OUTPUT
     if lora is not None:
@@ -260,6 +165,7 @@ def _run(
     arguments: dict[str, Any],
     adapter: Path | None,
     record: Record,
+    trackers: list[Any],
     data: dict[str, Any],
     rate: Callable[[int], float],
 ) -> None:
@@ -274,8 +180,9 @@ def _run(
     ours = PairTrainer if record.in_pairs else TokenTrainer
     trainer_class = type(name, (ours, getattr(home, name)), {"record": record, "rate": staticmethod(rate)})
     further = [generating_args] if stage == "sft" else []
+    callbacks = [record, *trackers]
     with _replaced(home, name, trainer_class), _replaced(workflow, "get_dataset", lambda *_, **__: data):
-        function(model_args, data_args, training_args, finetuning_args, *further, callbacks=[record])
+        function(model_args, data_args, training_args, finetuning_args, *further, callbacks=callbacks)
 
 
 @contextlib.contextmanager
@@ -367,6 +274,6 @@ def _arguments(
         "ddp_find_unused_parameters": False,
         "output_dir": str(Path(args.output_dir) / files.OUTPUT),
         "resume_from_checkpoint": found and str(found),
-        "report_to": list(args.report_to) or "none",
+        "report_to": "none",  # the trackers come as callbacks, which resume
         "disable_tqdm": True,
     }

@@ -1,12 +1,15 @@
 """The LLaMA-Factory backend trains what Megatron-Core trains: the same rows, losses and gradient norms."""
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from mca_lib.errors import ConfigError
 from tests.mca_lib.trainers.preference_training import make_pair_store
 from tests.mca_lib.trainers.training import HYPERPARAMETERS, make_store
 
@@ -72,3 +75,110 @@ def test_the_curves_are_those_of_megatron_core(ranks, folder, stage, world_size)
     theirs, *_ = ranks(world_size, run, str(folder), f"llama-factory {stage}", wanted | {"use_mca": False})
     np.testing.assert_allclose(history(theirs), history(ours), rtol=TOLERANCE)
     assert theirs[-1]["eval_loss"] == pytest.approx(ours[-1]["eval_loss"], rel=TOLERANCE)
+
+
+def run_until_sigterm(folder: str, name: str, options: dict[str, Any], step: int) -> int | str | None:
+    """The same, with SIGTERM in the middle of a step; the exit status."""
+    from mca_lib.trainers.llama_factory.record import Record
+
+    original = Record.on_step_begin
+
+    def begin(self, *args, **kwargs):
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        original(self, *args, **kwargs)
+
+    Record.on_step_begin = begin
+    try:
+        run(folder, name, options)
+    except SystemExit as stopped:
+        return stopped.code
+    return 0
+
+
+def test_a_stopped_run_goes_on_where_it_was(ranks, folder):
+    """With adapters; a damaged checkpoint is not gone on from. The uninterrupted run is Megatron-Core's."""
+    lora = options(folder, "sft", finetuning_type="lora", lora_target="all")
+    ours, *_ = ranks(1, run, str(folder), "lora", lora)
+    lora |= {"use_mca": False, "save_strategy": "steps", "save_steps": 2}
+    assert ranks(1, run_until_sigterm, str(folder), "stopped", lora, 4) == [128 + signal.SIGTERM]
+    stopped = folder / "stopped"
+    assert sorted(path.name for path in stopped.glob("checkpoint-*")) == [
+        "checkpoint-2",
+        "checkpoint-4",
+        "checkpoint-5",
+    ]
+    with open(stopped / "checkpoint-5" / "optimizer.pt", "r+b") as file:
+        file.write(b"damage")
+    theirs, *_ = ranks(1, run, str(folder), "stopped", lora)
+    assert len(list(stopped.glob("damaged-checkpoint-5-*"))) == 1
+    assert [line["step"] for line in theirs if "loss" in line] == list(range(1, STEPS + 1))
+    np.testing.assert_allclose(history(theirs), history(ours), rtol=TOLERANCE)
+    settings = [json.loads((folder / name / "final/adapter_config.json").read_text()) for name in ("lora", "stopped")]
+    assert settings[0] == settings[1]
+
+
+def foreign_code() -> dict[str, Any]:
+    """What the backend relies on, and what it mends."""
+    import inspect
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    from mca_lib.trainers.llama_factory.backend import STAGES, dpo_trainer, dpo_workflow
+
+    tiny = LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, pad_token_id=3)
+    losses = inspect.getsource(dpo_trainer.CustomDPOTrainer.compute_preference_loss)
+    return {
+        "parameters": {stage: list(inspect.signature(found[0]).parameters) for stage, found in STAGES.items()},
+        "own data": [hasattr(workflow, "get_dataset") for _, workflow, _, _ in STAGES.values()],
+        "own trainer": [hasattr(home, name) for _, _, home, name in STAGES.values()],
+        "late import": "from .trainer import CustomDPOTrainer" in inspect.getsource(dpo_workflow.run_dpo),
+        "shift_labels": "shift_labels" in inspect.signature(ForCausalLMLoss).parameters,
+        "name of the loss not passed": "self.dpo_loss(" in losses and "loss_type=" not in losses,
+        "padding without gradient": LlamaForCausalLM(tiny).get_input_embeddings().padding_idx,
+    }
+
+
+def test_llama_factory_is_as_the_backend_knows_it(ranks):
+    found, *_ = ranks(1, foreign_code)
+    first = ["model_args", "data_args", "training_args", "finetuning_args"]
+    assert found == {
+        "parameters": {
+            "pt": [*first, "callbacks"],
+            "sft": [*first, "generating_args", "callbacks"],
+            "dpo": [*first, "callbacks"],
+        },
+        "own data": [True] * 3,
+        "own trainer": [True] * 3,
+        "late import": True,
+        "shift_labels": True,
+        "name of the loss not passed": True,
+        "padding without gradient": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"fp8": "hybrid", "bf16": True}, "fp8='hybrid' has no effect with use_mca=false"),
+        ({"recompute_granularity": "selective"}, "use none or full"),
+        ({"freeze": ["norm"]}, "freeze="),
+    ],
+)
+def test_what_only_megatron_core_does_is_refused(changes, named):
+    from mca_lib.trainers import Seq2SeqTrainingArguments
+    from mca_lib.trainers.llama_factory import refuse_megatron_arguments
+
+    with pytest.raises(ConfigError, match=named):
+        refuse_megatron_arguments(Seq2SeqTrainingArguments(output_dir="out", **changes))
+
+
+@pytest.mark.parametrize(("mtp", "moe", "named"), [(1, None, "multi-token"), (0, object(), "with experts")])
+def test_a_model_that_would_lose_a_part_is_refused(mtp, moe, named):
+    from types import SimpleNamespace
+
+    from mca_lib.trainers.llama_factory import check_model
+
+    with pytest.raises(ConfigError, match=named):
+        check_model(SimpleNamespace(mtp_num_layers=mtp, moe=moe), adapters=True)
