@@ -15,32 +15,9 @@ import psutil
 import pytest
 
 from mca_lib.launch_plan import LaunchPlan, split_endpoint
-from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
+from mca_lib.rank_process import ERRORS_VARIABLE, LAUNCHER_FAILURE, first_failure
 
 ROOT = Path(__file__).parents[2]
-
-# Writes its pid, waits for a line in `orders`, and obeys it; at SIGTERM it ends as a trainer does.
-RANK = """
-import os, signal, sys, time
-from pathlib import Path
-from mca_lib.errors import DataError
-from mca_lib.rank_process import die_with_launcher, report_failure
-die_with_launcher()
-folder, rank = Path(sys.argv[1]), os.environ["RANK"]
-def terminated(*_):
-    (folder / f"saved-{rank}").touch()
-    sys.exit(143)
-signal.signal(signal.SIGTERM, terminated)
-(folder / f"pid-{rank}").write_text(str(os.getpid()))
-while not (folder / "orders").exists():
-    time.sleep(0.05)
-order = (folder / "orders").read_text()
-if order == f"fail {rank}":
-    report_failure(DataError("row 3 is empty"))
-    sys.exit(2)
-if order != "done":
-    time.sleep(1000)
-"""
 
 
 class Machines:
@@ -50,19 +27,18 @@ class Machines:
         self.folder = folder
         (folder / "logs").mkdir()
         (folder / "failures").mkdir()
-        (folder / "toy_rank.py").write_text(RANK)
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
         self.processes: list[subprocess.Popen] = []
 
     def head(self, nnodes: int = 2, patience: float = 60.0) -> subprocess.Popen:
         plan = LaunchPlan(
-            module="toy_rank",
-            arguments=str(self.folder),
+            module="tests.toy_rank",
+            arguments=str(self.folder / "plan.json"),
             logs=str(self.folder / "logs"),
             log_name="toy",
             nnodes=nnodes,
-            env={ERRORS_VARIABLE: str(self.folder / "failures"), "SEEN_BY_ALL": "yes"},
+            env={ERRORS_VARIABLE: str(self.folder / "failures")},
         )
         (self.folder / "plan.json").write_text(plan.to_json())
         return self._start("head", self.endpoint, str(self.folder / "plan.json"), f"--patience={patience}")
@@ -71,7 +47,7 @@ class Machines:
         return self._start("join", self.endpoint, *options)
 
     def _start(self, *arguments: str) -> subprocess.Popen:
-        env = os.environ | {"PYTHONPATH": f"{ROOT}:{self.folder}", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        env = os.environ | {"PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
         env["MCAFLOW_PROGRESS"] = str(self.folder / "progress")
         command = [sys.executable, "-m", "mca_lib.nodes", *arguments]
         log = open(self.folder / f"process-{len(self.processes)}.log", "wb")  # noqa: SIM115
@@ -116,8 +92,8 @@ def assert_gone(processes: list[psutil.Process]) -> None:
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_two_machines_end_with_the_run_and_a_third_is_told_that_it_is_too_many(machines: Machines):
-    first = machines.agent()  # before the run
+def test_all_machines_end_with_the_status_of_the_run_and_a_third_is_told_that_it_is_too_many(machines: Machines):
+    agent = machines.agent()  # before the run
     head = machines.head()
     machines.ranks(2)
     listening = [c.laddr.ip for p in psutil.Process().children(recursive=True) for c in listeners(p)]
@@ -125,17 +101,11 @@ def test_two_machines_end_with_the_run_and_a_third_is_told_that_it_is_too_many(m
     assert machines.agent().wait(60) == 1
     assert machines.head().wait(60) == 2
     assert "launcher.rdzv_endpoint: " + machines.endpoint in machines.failure()["message"]
-    machines.order("done")
-    assert (head.wait(60), first.wait(60)) == (0, 0), machines.output()
-    assert [path.name for path in (machines.folder / "logs").iterdir()] == [f"toy.node1-{socket.gethostname()}.log"]
-
-
-def test_what_a_rank_found_is_the_failure_and_all_machines_end_with_its_status(machines: Machines):
-    head, agent = machines.head(), machines.agent()
-    machines.ranks(2)
+    (machines.folder / "failures" / LAUNCHER_FAILURE).unlink()
     machines.order("fail 1")
     assert (head.wait(60), agent.wait(60)) == (2, 2), machines.output()
     assert machines.failure()["message"] == "row 3 is empty"
+    assert [path.name for path in (machines.folder / "logs").iterdir()] == [f"toy.node1-{socket.gethostname()}.log"]
 
 
 def test_a_sigterm_to_one_machine_lets_the_ranks_of_all_save(machines: Machines):

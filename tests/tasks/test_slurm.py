@@ -48,7 +48,7 @@ def run(folder: Path, launcher: LauncherConfig = TWO_RANKS) -> None:
     context = StageContext(
         folder, folder / "work", LogReporter("toy"), ArtifactStore(folder / "store"), tag, lambda: None
     )
-    launch(context, launcher, "tests.tasks.toy_rank", arguments, log_name="toy")
+    launch(context, launcher, "tests.toy_rank", arguments, log_name="toy")
 
 
 def start(folder: Path, abandoned: int = 120) -> subprocess.Popen:
