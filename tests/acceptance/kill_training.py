@@ -28,9 +28,10 @@ from tests.acceptance.recorded_training import make_model, train_recorded, train
 from tests.mca_lib.trainers.training import HYPERPARAMETERS, make_store, train
 from tests.ranks import RankError, RankPool
 
-STEPS_PER_EPOCH = 18
+EPOCHS, STEPS_PER_EPOCH = 3, 18
+WANTED = ("in a save", "any instant", "end of an epoch")
 OPTIONS = {
-    "num_train_epochs": 2,
+    "num_train_epochs": EPOCHS,
     "save_steps": 3,
     "save_total_limit": 2,
     "async_save": True,
@@ -90,12 +91,16 @@ def kill_all(launcher: subprocess.Popen) -> None:
 def killed(folder: Path, out: Path, arguments: Path, number: int, moments: random.Random) -> Kill:
     """Start an attempt, and kill it a few steps after the newest checkpoint."""
     newest, before = max(numbered(out, PREFIX), default=0), len(samples(out))
-    target = newest + moments.randint(1, 4)
-    wanted = "any instant" if number % 2 else "in a save"
-    if newest < STEPS_PER_EPOCH <= newest + 4:
-        target, wanted = STEPS_PER_EPOCH, "end of an epoch"
+    wanted = WANTED[number % len(WANTED)]
+    # Far enough that most attempts leave a newer checkpoint, and never as far as the end.
+    target = min(newest + moments.randint(4, 8), EPOCHS * STEPS_PER_EPOCH - 4)
+    epoch_end = (newest // STEPS_PER_EPOCH + 1) * STEPS_PER_EPOCH
+    if wanted == WANTED[2] and epoch_end - newest <= 12 and epoch_end < EPOCHS * STEPS_PER_EPOCH:
+        target = epoch_end
+    elif wanted == WANTED[2]:
+        wanted = WANTED[1]
     launcher, deadline, seen = start(folder, arguments, number), time.monotonic() + ATTEMPT_SECONDS, 0
-    while seen < target or (wanted == "in a save" and not list(out.glob(".staging-*"))):
+    while seen < target or (wanted == WANTED[0] and not list(out.glob(".staging-*"))):
         ended = launcher.poll()
         check(ended is None and time.monotonic() < deadline, f"attempt {number} ended with {ended} before its kill")
         time.sleep(POLL_SECONDS)
