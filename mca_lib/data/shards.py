@@ -24,8 +24,8 @@ def cut_sources(sources: Sequence[Source]) -> list[Source]:
     return [replace(source, span=span) for source in sources for span in _spans(source.path, size)]
 
 
-def write_shards(path: Path, shards: Sequence[Source]) -> None:
-    """Leave word of the parts for `read_shard`, which another machine may call."""
+def write_shards(path: Path, shards: Sequence[Source]) -> bool:
+    """Leave word of the parts for `read_shard`, which another machine may call. True when it was there already."""
     lines = [
         {
             "path": str(shard.path.resolve()),
@@ -36,7 +36,11 @@ def write_shards(path: Path, shards: Sequence[Source]) -> None:
         }
         for shard in shards
     ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    content = "".join(json.dumps(line) + "\n" for line in lines)
+    if path.exists() and path.read_text(encoding="utf-8") == content:
+        return True
+    path.write_text(content, encoding="utf-8")
+    return False
 
 
 def read_shard(path: Path, number: int) -> Source:

@@ -19,7 +19,7 @@ from mca_lib.data.shards import cut_sources, write_shards
 from mca_lib.data.spec import DatasetSpec
 from mca_lib.data.split import held_out_keys, permutation
 from mca_lib.data.storage import CorpusFiles, corpora
-from mca_lib.data.tokenization import DRAWN, SHARDS, TOKENS, tokenize
+from mca_lib.data.tokenization import DRAWN, LOG, SHARDS, TOKENS, tokenize
 from mca_lib.errors import DataError
 
 
@@ -42,7 +42,9 @@ def gather_text(job: DatasetSpec) -> Gathered:
     work = Path(job.work) if job.work else Path(job.output, ".work")
     work.mkdir(exist_ok=True)
     shards = cut_sources(sources)
-    write_shards(work / SHARDS, shards)
+    if not write_shards(work / SHARDS, shards):  # an earlier attempt, if any, had cut the files in another way
+        for folder in (DRAWN, TOKENS, LOG):
+            shutil.rmtree(work / folder, ignore_errors=True)
     drawn = _draw(job, summary, shards, work)
     tokenize(job, work, len(shards))
     parts = [_read_part(work / TOKENS, number, shard) for number, shard in enumerate(shards)]

@@ -23,12 +23,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from blake3 import blake3
 from datatrove.data import Document
 from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
 from datatrove.executor.base import PipelineExecutor
@@ -102,10 +103,33 @@ class WriteTokens(PipelineStep):
 
 
 class SlurmExecutor(SlurmPipelineExecutor):
-    """datatrove's, without the job that merges statistics: nobody reads them here, and it asks for 1 GB of its own."""
+    """datatrove's, as one call that ends with the job. Its name is that of the work folder: what a killed run left in
+    the queue is cancelled first, so that no file has two writers."""
+
+    def run(self) -> None:
+        if "SLURM_ARRAY_TASK_ID" in os.environ:  # in the job
+            super().run()
+            return
+        self._cancel()
+        try:
+            super().run()
+            while self.get_incomplete_ranks(skip_completed=True) and self._queued():
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            self._cancel()
+            raise
 
     def launch_merge_stats(self) -> None:
-        return
+        """Nobody reads merged statistics here, and the job for it asks for 1 GB."""
+
+    def _cancel(self) -> None:
+        subprocess.run(["scancel", "--name", self.job_name], check=True)
+        while self._queued():
+            time.sleep(1)
+
+    def _queued(self) -> bool:
+        command = ["squeue", "--noheader", "--name", self.job_name]
+        return bool(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
 
 
 @functools.cache
@@ -144,7 +168,7 @@ def build_executor(
         qos=settings["qos"],
         mem_per_cpu_gb=settings["mem_per_cpu_gb"],
         sbatch_args=dict(settings["sbatch_args"]),
-        job_name="mcaflow-tokenize",
+        job_name=f"mcaflow-{blake3(str(work.resolve()).encode()).hexdigest(length=8)}",
         # The worker's interpreter is this one, on a file system that the nodes share.
         env_command=f'export PATH="{Path(sys.executable).parent}:$PATH"',
     )
@@ -165,14 +189,13 @@ def tokenize(job: DatasetSpec, work: Path, tasks: int) -> None:
     executor = build_executor(job.executor, job.num_workers, steps, tasks, work)
     # Forked tokenizers must not have threads of their own.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    local = isinstance(executor, LocalPipelineExecutor)
     try:
-        with _default_sigterm():
+        with _default_sigterm() if local else nullcontext():
             executor.run()
     except subprocess.CalledProcessError as error:
         what = f"{error.cmd[0]} ended with status {error.returncode}"
         raise ConfigError(f"dataset.executor: {what}: the log of this stage says why; see {work / LOG}") from None
-    if isinstance(executor, SlurmExecutor):
-        _wait_for_slurm(executor)
     if missing := executor.get_incomplete_ranks(skip_completed=True):
         raise DataError(
             f"{len(missing)} of {tasks} tokenizing tasks did not finish, first {missing[0]}; see {work / LOG}, "
@@ -192,17 +215,3 @@ def _default_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, former)
-
-
-def _wait_for_slurm(executor: SlurmExecutor) -> None:
-    """Until all tasks are done, or the job has left the queue."""
-    while executor.get_incomplete_ranks(skip_completed=True):
-        if not _queued(executor.job_id):
-            time.sleep(POLL_SECONDS)  # the last marks may still be on their way through a shared file system
-            return
-        time.sleep(POLL_SECONDS)
-
-
-def _queued(job_id: str) -> bool:
-    answer = subprocess.run(["squeue", "--noheader", "--jobs", str(job_id)], capture_output=True, text=True)
-    return answer.returncode == 0 and bool(answer.stdout.strip())

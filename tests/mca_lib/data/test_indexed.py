@@ -110,6 +110,11 @@ def test_killed_and_resumed_equals_uninterrupted(folder, ranks, spec, built):
     assert result == built
 
 
+def test_parts_of_another_size_make_the_same_corpus_and_are_not_taken_for_the_earlier_ones(folder, ranks, spec, built):
+    again = spec("other parts", work=str(folder / "one worker work"))
+    assert ranks(1, build_in_parts, again, 2 * SHARD_BYTES)[0] == built
+
+
 def test_rows_of_eval_files_are_held_out_whole_and_never_trained_on(folder, build):
     (folder / "held out.txt").write_text("Twice in the data.\nSeen nowhere else.\n", encoding="utf-8")
     result = build("eval files", eval_files=[str(folder / "held out.txt")])
