@@ -218,6 +218,8 @@ def training_problems(training: TrainingConfig, parallel: ParallelConfig, launch
     if problems:
         yield from problems
         return
+    if training.precision == "fp16" and parallel.expert > 1:
+        yield "training.precision: fp16 does not go with parallel.expert above 1; use bf16"
     replicas = ranks // model_ranks(parallel)
     rows = training.micro_batch_size * replicas
     if training.global_batch_size % rows:

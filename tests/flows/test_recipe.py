@@ -56,6 +56,22 @@ def test_wrong_field_is_named_on_one_line(tmp_path: Path, override: str, message
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["lr_scheduler_type=warmup_stable_decay", "decay_ratio=0.99"], "decay_ratio: 0.99 and training.warmup_ratio"),
+        (["precision=fp32", "fp8=hybrid"], "fp8: needs training.precision bf16, not fp32"),
+        (["overlap_param_gather=true"], "overlap_param_gather: needs training.overlap_grad_reduce: true"),
+        (["finetuning_type=lora", "freeze=[lm_head]"], "freeze: has no effect with training.finetuning_type lora"),
+        (["finetuning_type=lora", "moe_router_bias_update_rate=0.1"], "moe_router_bias_update_rate: has no effect"),
+    ],
+)
+def test_options_of_training_that_do_not_go_together(tmp_path: Path, overrides: list[str], message: str):
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(write(tmp_path / "recipe.yaml", MINIMAL), [f"training.{each}" for each in overrides])
+    assert f"training.{message}" in str(caught.value)
+
+
 def test_evaluations_without_held_out_rows_are_refused(tmp_path: Path):
     recipe = write(tmp_path / "recipe.yaml", MINIMAL)
     with pytest.raises(ConfigError, match=r"training\.eval_steps: no rows are held out; set dataset\.eval_fraction"):
