@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from mca_lib.trainers.engine import StepMetrics
 
 LOG_NAME = "training_log.jsonl"
+CURVE_POINTS = 20
 
 
 @dataclass
@@ -135,3 +137,10 @@ def read_log(output_dir: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return lines
+
+
+def curve(lines: Sequence[dict[str, Any]], name: str) -> dict[int, float | None]:
+    """Step → one figure of the log, for at most `CURVE_POINTS` steps, the first and the last included."""
+    points = [(line["step"], line[name]) for line in lines if name in line]
+    stride = math.ceil(max(len(points) - 1, 1) / (CURVE_POINTS - 1))
+    return dict([*points[:-1:stride], *points[-1:]])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.preflight import Preflight
-from mca_lib.trainers.progress import Totals
+from mca_lib.trainers.progress import Totals, curve, read_log
 
 RESULT_NAME = "train_result.json"
 
@@ -79,7 +79,8 @@ class TrainResult:
         )
 
     def write(self, output_dir: Path) -> None:
-        """Whole or not at all; one rank only."""
+        """Whole or not at all, with the curves of the log; one rank only."""
         temporary = output_dir / f".{RESULT_NAME}"
-        temporary.write_text(json.dumps(asdict(self), indent=1))
+        curves = {name: curve(read_log(output_dir), name) for name in ("loss", "eval_loss")}
+        temporary.write_text(json.dumps(asdict(self) | {"curves": curves}, indent=1))
         os.replace(temporary, output_dir / RESULT_NAME)
