@@ -70,6 +70,11 @@ def samples(out: Path) -> list[tuple[int, str, str]]:
     return found
 
 
+def steps(out: Path) -> list[int]:
+    """Of rank 0, as they were begun, over all attempts."""
+    return [step for step, name, _ in samples(out) if name == "samples-0.jsonl"]
+
+
 def start(folder: Path, arguments: Path, number: int) -> subprocess.Popen:
     options = ["--nnodes=1", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     rank = ["--local-addr=127.0.0.1", "-m", "tests.acceptance.recorded_training", str(arguments)]
@@ -90,7 +95,7 @@ def kill_all(launcher: subprocess.Popen) -> None:
 
 def killed(folder: Path, out: Path, arguments: Path, number: int, moments: random.Random) -> Kill:
     """Start an attempt, and kill it a few steps after the newest checkpoint."""
-    newest, before = max(numbered(out, PREFIX), default=0), len(samples(out))
+    newest, before = max(numbered(out, PREFIX), default=0), len(steps(out))
     wanted = WANTED[number % len(WANTED)]
     # Far enough that most attempts leave a newer checkpoint, and never as far as the end.
     target = min(newest + moments.randint(4, 8), EPOCHS * STEPS_PER_EPOCH - 4)
@@ -104,13 +109,12 @@ def killed(folder: Path, out: Path, arguments: Path, number: int, moments: rando
         ended = launcher.poll()
         check(ended is None and time.monotonic() < deadline, f"attempt {number} ended with {ended} before its kill")
         time.sleep(POLL_SECONDS)
-        new = samples(out)[before:]
-        seen = max((step for step, *_ in new), default=0)
+        seen = max(steps(out)[before:], default=0)
     time.sleep(moments.uniform(0, 0.2))
     kill_all(launcher)
-    steps = [step for step, *_ in samples(out)[before:]]
+    begun = steps(out)[before:]
     half = bool(list(out.glob(".staging-*")))
-    return Kill(wanted, min(steps), max(steps), max(numbered(out, PREFIX), default=0), half)
+    return Kill(wanted, min(begun), max(begun), max(numbered(out, PREFIX), default=0), half)
 
 
 def figures(out: Path) -> dict[tuple[int, str], float]:
