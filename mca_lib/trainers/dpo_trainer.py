@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import parallel_state
+from transformers import TrainerCallback
 
 from mca_lib.data.token_store import Row, TokenStore
 from mca_lib.errors import ConfigError, DataError
@@ -37,6 +38,7 @@ class DPOTrainer(McaTrainer):
         train_dataset: rows of pairs to learn from.
         eval_dataset: held-out rows of pairs.
         preference: which loss.
+        callbacks: as of McaTrainer.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class DPOTrainer(McaTrainer):
         train_dataset: TokenStore,
         eval_dataset: TokenStore | None = None,
         preference: PreferenceArguments | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
     ) -> None:
         self.preference = preference or PreferenceArguments()
         self._reference: dict[str, np.ndarray] | None = None
@@ -55,7 +58,7 @@ class DPOTrainer(McaTrainer):
         for chunk in model:
             _refuse_token_losses(chunk)
             _turn_off_dropout(chunk)
-        super().__init__(model, args, train_dataset, eval_dataset)
+        super().__init__(model, args, train_dataset, eval_dataset, callbacks)
 
     def evaluate(self) -> StepMetrics:
         """Sums over the pairs of the whole evaluation split. Before training, the reference is asked first."""

@@ -148,7 +148,7 @@ def refusal(config: dict) -> str | None:
     from mca_lib.errors import ConfigError
     from mca_lib.trainers.dpo_trainer import _refuse_token_losses
 
-    fields = {"num_moe_experts": None, "moe_aux_loss_coeff": 0.0, "mtp_num_layers": None} | config
+    fields = dict.fromkeys(("num_moe_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers")) | config
     try:
         _refuse_token_losses(SimpleNamespace(config=SimpleNamespace(**fields)))
     except ConfigError as error:
@@ -161,7 +161,8 @@ def refusal(config: dict) -> str | None:
     [
         ({}, None),
         ({"num_moe_experts": 4}, None),
-        ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}, "auxiliary loss of experts"),
+        ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}, "losses of routers"),
+        ({"num_moe_experts": 4, "moe_z_loss_coeff": 0.01}, "losses of routers"),
         ({"mtp_num_layers": 1}, "multi-token prediction"),
     ],
 )
