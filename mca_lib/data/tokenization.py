@@ -49,7 +49,7 @@ from mca_lib.job import progress_writer
 from mca_lib.tokenizer import load_tokenizer
 
 SHARDS, DRAWN, TOKENS, LOG = "shards.jsonl", "drawn", "tokens", "log"
-POLL_SECONDS = 5.0
+POLL_SECONDS = 2.0
 
 
 class ReadRows(PipelineStep):
@@ -113,7 +113,7 @@ class SlurmExecutor(SlurmPipelineExecutor):
         self._cancel()
         try:
             super().run()
-            while self.get_incomplete_ranks(skip_completed=True) and self._queued():
+            while self._queued():
                 time.sleep(POLL_SECONDS)
         except BaseException:
             self._cancel()
