@@ -161,7 +161,7 @@ def test_llama_factory_is_as_the_backend_knows_it(ranks):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"fp8": "hybrid", "bf16": True}, "fp8='hybrid' has no effect with use_mca=false"),
+        ({"moe_z_loss_coeff": 0.1}, "moe_z_loss_coeff=0.1 has no effect with use_mca=false"),
         ({"recompute_granularity": "selective"}, "use none or full"),
         ({"freeze": ["norm"]}, "freeze="),
     ],
