@@ -27,11 +27,10 @@ from mca_lib.trainers.llama_factory import check_model as check_backend
 from mca_lib.trainers.tracking import tracker_problems
 from tasks.launchers.check import check_launcher
 from tasks.store import ArtifactStore
+from tasks.train import training_space
 
-# Bytes that a stage writes per byte of the model's weights; checkpoints of training are counted in `check_space`.
+# Bytes that a stage writes per byte of the model's weights.
 _WEIGHTS_WRITTEN = {"convert": 1.1, "export": 1.1}
-# fp32 master weights and two Adam moments, 12 bytes for each 2 bytes of bf16 weights, and the weights themselves.
-_CHECKPOINT_PER_WEIGHT = 7.0
 
 
 def check_recipe(config: PipelineConfig) -> None:
@@ -88,10 +87,8 @@ def check_space(config: PipelineConfig, model_dir: Path) -> None:
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
     pending = {row.stage for row in make_plan(config, store) if row.verdict != "hit"}
     needed = sum(weights * factor for stage, factor in _WEIGHTS_WRITTEN.items() if stage in pending)
-    if "train" in pending and config.training.finetuning_type == "full":  # adapters are small
-        checkpoints = config.training.save_total_limit + 1 if config.training.save_steps else 1
-        best = checkpoints if config.training.load_best_model_at_end else 0
-        needed += weights * (1.1 + best + _CHECKPOINT_PER_WEIGHT * checkpoints)
+    if "train" in pending:
+        needed += training_space(weights, config.training)
     store.require_space(int(needed), "this run")
 
 

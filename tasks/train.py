@@ -47,6 +47,18 @@ TRACKER_SECRETS = {
 """Variables of the environment that trackers log in with."""
 
 
+def training_space(weights: int, training: TrainingConfig) -> int:
+    """Bytes that a training writes, from those of the model's 16-bit weights; an estimate."""
+    if training.finetuning_type == "lora":
+        return 0  # adapters are small, and the model itself is not written
+    checkpoints = training.save_total_limit + 1 if training.save_steps else 1
+    best = checkpoints if training.load_best_model_at_end else 0  # each may name another one
+    if training.save_keep_every and training.max_steps > 0:
+        checkpoints += training.max_steps // training.save_keep_every
+    copies = 1 if training.use_mca else COPIES_OF_LLAMA_FACTORY
+    return weights * (copies + best + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
+
+
 @dataclass(frozen=True)
 class TrainStage(Stage):
     """Train `checkpoint` (of stage convert) on the train split of `dataset`."""
@@ -82,13 +94,8 @@ class TrainStage(Stage):
         return self.training.finetuning_type == "lora"
 
     def space_needed(self) -> int:
-        if self._trains_adapters:
-            return super().space_needed()  # the model itself is not written
         weights = sum(path.stat().st_size for path in (self.checkpoint.path / "model").rglob("*") if path.is_file())
-        checkpoints = self.training.save_total_limit + 1 if self.training.save_steps else 1
-        best = checkpoints if self.training.load_best_model_at_end else 0  # each may name another one
-        copies = 1 if self.training.use_mca else COPIES_OF_LLAMA_FACTORY
-        return super().space_needed() + weights * (copies + best + CHECKPOINT_PER_WEIGHT_BYTE * checkpoints)
+        return super().space_needed() + training_space(weights, self.training)
 
     def produce(self, ctx: StageContext) -> Produced:
         problems = training_problems(self.training, self.parallel, self.launcher)

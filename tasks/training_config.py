@@ -83,7 +83,7 @@ class TrainingConfig(Section):
     report_to: Execution[list[Literal["tensorboard", "wandb", "mlflow"]]] = Field(default_factory=list)
     """Where the log goes too, by the callbacks of transformers; their packages have to be installed."""
     eval_steps: Execution[NonNegativeInt] = 0
-    """Steps between two evaluations on the held-out rows; 0 for one after the last step alone."""
+    """Steps between two evaluations on the held-out rows; one follows the last step too. 0 for none."""
     load_best_model_at_end: bool = False
     """The result is the model with the lowest held-out loss of all evaluations, not the last."""
     preflight: Execution[bool] = True
