@@ -13,6 +13,7 @@ class TrainingOptions(Protocol):
     moe_aux_loss_coeff: float
     moe_z_loss_coeff: float
     moe_router_bias_update_rate: float
+    fp8: str | None
     freeze: list[str]
 
 
@@ -24,6 +25,9 @@ def check_training_options(config: McaModelConfig, options: TrainingOptions) -> 
             raise ConfigError(
                 f"training.{name}={getattr(options, name)}: a {config.model_type} model has no experts; use 0"
             )
+    if options.fp8 and config.moe is not None:
+        # The tokens of each expert would have to be padded to what FP8 products want, and none of it was run.
+        raise ConfigError(f"training.fp8={options.fp8}: not for a model with experts; leave it out")
     if options.moe_router_bias_update_rate and not config.moe.expert_bias:
         raise ConfigError(
             f"training.moe_router_bias_update_rate={options.moe_router_bias_update_rate}: the routers of a "
