@@ -77,11 +77,11 @@ def _terminated(number: int, frame: object) -> NoReturn:
 
 def check_everything(recipe: Path, overrides: list[str]) -> None:
     """``mcaflow check``."""
-    from flows.preflight import check_data, check_recipe
+    from flows.preflight import check_pending, check_recipe
 
     config = load_recipe(recipe, overrides)
     check_recipe(config)
-    check_data(config)
+    check_pending(config)
     print(f"{recipe}: nothing stands in its way")
 
 

@@ -14,7 +14,7 @@ from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
 from flows.graph import NODES, Artifacts, StageName
-from flows.preflight import check_data, check_model, check_recipe, check_space
+from flows.preflight import check_model, check_pending, check_recipe, check_space
 from flows.recipe import PipelineConfig
 from flows.report import publish_report
 from flows.reporting import StageReporter
@@ -55,7 +55,7 @@ def pipeline(config: PipelineConfig, refresh: list[StageName] | None = None) -> 
 
 def _run(config: PipelineConfig, again: frozenset[str]) -> PipelineResult:
     check_recipe(config)
-    check_data(config)
+    check_pending(config)
     outcomes: dict[str, Outcome] = {}
 
     def done(stage: str) -> Artifacts:

@@ -1,7 +1,7 @@
 """What can be known to fail is said before anything expensive starts, without torch and without Megatron.
 
-check_recipe     the recipe alone: launcher, store, template, files, a local model directory; milliseconds
-check_data       every row of the data, unless the store has the tokenized data set already
+check_recipe     the recipe alone: store, template, files, a local model directory; milliseconds
+check_pending    what is to be computed: every row of the data for *dataset*, launcher and trackers for *train*
 check_model      the model's config.json and headers against the recipe; for a model of a hub right after the download
 check_space      room in the store for what the run is going to write
 """
@@ -25,9 +25,9 @@ from mca_lib.models.training_rules import check_training_options
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from mca_lib.trainers.llama_factory import check_model as check_backend
 from mca_lib.trainers.tracking import tracker_problems
-from tasks.launchers.check import check_launcher
+from tasks.launchers.check import check_launcher, check_secrets
 from tasks.store import ArtifactStore
-from tasks.train import training_space
+from tasks.train import tracker_secrets, training_space
 
 # Bytes that a stage writes per byte of the model's weights.
 _WEIGHTS_WRITTEN = {"convert": 1.1, "export": 1.1}
@@ -36,9 +36,6 @@ _WEIGHTS_WRITTEN = {"convert": 1.1, "export": 1.1}
 def check_recipe(config: PipelineConfig) -> None:
     """Raise a UserError for a store, a data file, a template or a local model that cannot be used."""
     _check_features(config)
-    check_launcher(config.launcher)
-    for problem in tracker_problems(config.training.report_to):
-        raise ConfigError(f"training.report_to: {problem}")
     ArtifactStore(config.store.path)
     if config.dataset.template is not None:
         check_template(config.dataset.template)
@@ -48,15 +45,19 @@ def check_recipe(config: PipelineConfig) -> None:
         check_model(config, local)
 
 
-def check_data(config: PipelineConfig) -> None:
-    """Raise a UserError when too many rows are unusable, or the store cannot take what has to be computed.
-
-    A run that finds everything needs no write access, and does not read the data.
+def check_pending(config: PipelineConfig) -> None:
+    """Raise a UserError for too many unusable rows, a launcher or a tracker that is not here, or a store without write
+    access. Of what the store has already nothing is asked.
     """
     store = ArtifactStore(config.store.path)
     verdicts = {row.stage: row.verdict for row in make_plan(config, store)}
     if set(verdicts.values()) != {"hit"}:
         store.require_writable()
+    if verdicts["train"] != "hit":
+        check_launcher(config.launcher)
+        check_secrets(config.launcher, tracker_secrets(config.training))
+        for problem in tracker_problems(config.training.report_to):
+            raise ConfigError(f"training.report_to: {problem}")
     if verdicts["dataset"] != "hit":
         validate_sources(config.dataset, config.training.stage)
 

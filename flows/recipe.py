@@ -26,9 +26,8 @@ from tasks.training_config import (
     LoraConfig,
     ParallelConfig,
     TrainingConfig,
-    preference_problems,
-    training_problems,
 )
+from tasks.training_problems import preference_problems, training_problems
 
 
 class StoreConfig(Section):

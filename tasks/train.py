@@ -31,9 +31,8 @@ from tasks.training_config import (
     LoraConfig,
     ParallelConfig,
     TrainingConfig,
-    preference_problems,
-    training_problems,
 )
+from tasks.training_problems import preference_problems, training_problems
 
 RESULT_NAME = "train_result.json"
 # fp32 weights and two Adam moments for each weight of 2 bytes, and the weights themselves.
@@ -45,6 +44,11 @@ TRACKER_SECRETS = {
     "mlflow": ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN"),
 }
 """Variables of the environment that trackers log in with."""
+
+
+def tracker_secrets(training: TrainingConfig) -> list[str]:
+    """Names of the variables that this training's trackers may log in with."""
+    return [name for tracker in training.report_to for name in TRACKER_SECRETS.get(tracker, ())]
 
 
 def training_space(weights: int, training: TrainingConfig) -> int:
@@ -123,7 +127,6 @@ class TrainStage(Stage):
     def _launch(self, ctx: StageContext, final: Path) -> None:
         arguments = ctx.work / "arguments.json"
         arguments.write_text(json.dumps(self._arguments(ctx.work, final), indent=1))
-        trackers = self.training.report_to
         # Beside the artifacts: the work folder is removed after publishing.
         events = Path(os.environ.get("TENSORBOARD_LOGGING_DIR", ctx.store.root / ".runs")) / ctx.work.name
         launch(
@@ -131,8 +134,8 @@ class TrainStage(Stage):
             self.launcher,
             "mca_lib.run_train",
             arguments,
-            env={"TENSORBOARD_LOGGING_DIR": str(events)} if "tensorboard" in trackers else {},
-            secrets=[secret for tracker in trackers for secret in TRACKER_SECRETS.get(tracker, ())],
+            env={"TENSORBOARD_LOGGING_DIR": str(events)} if "tensorboard" in self.training.report_to else {},
+            secrets=tracker_secrets(self.training),
             log_name="train",
         )
 

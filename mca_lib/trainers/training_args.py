@@ -160,6 +160,12 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
         on_cpu = current_platform().device_type == "cpu"
         if not 0 <= self.optimizer_offload_fraction <= 1:
             raise ConfigError(f"optimizer_offload_fraction={self.optimizer_offload_fraction}: use a share from 0 to 1")
+        if self.optimizer_offload_fraction and (self.preflight or self.fp16):
+            # Its states are made by the first update (0.19.2), which fp16 may skip.
+            raise ConfigError(
+                "optimizer_offload_fraction: Megatron cannot save such an optimizer before its first update; set "
+                "preflight=False, and use bf16 or fp32"
+            )
         if self.optimizer_offload_fraction and on_cpu:
             raise ConfigError(
                 f"optimizer_offload_fraction={self.optimizer_offload_fraction} moves state from a GPU to CPU memory, "

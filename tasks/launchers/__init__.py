@@ -50,7 +50,7 @@ def launch(
 ) -> None:
     """Run `python -m MODULE ARGUMENTS` in all ranks to their end.
 
-    `env` goes to all ranks; `secrets` names variables that look like secrets and may reach those of this machine.
+    `env` goes to all ranks; `secrets` names variables that look like secrets and may reach ranks of the kind local.
 
     Raises:
         UserError: what the first rank found, or the launcher: machines that did not come, a job that was refused.
@@ -72,8 +72,9 @@ def launch(
         | dict(env or {}),
     )
     command = _COMMANDS[launcher.kind](ctx, launcher, plan)
+    local = secrets if launcher.kind == "local" else ()
     try:
-        ctx.run_command(command.argv, log_name=log_name, env=plan.env, secrets=secrets, grace=command.grace)
+        ctx.run_command(command.argv, log_name=log_name, env=plan.env, secrets=local, grace=command.grace)
     except CommandFailed as error:
         failure = first_failure(failures)
         if failure is None:

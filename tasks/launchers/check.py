@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mca_lib.errors import ConfigError
@@ -44,6 +44,20 @@ def check_launcher(launcher: LauncherConfig) -> None:
         raise ConfigError(f"launcher.interface: this machine has no {launcher.interface}; it has {known}")
     if launcher.kind == "nodes":
         _check_endpoint(str(launcher.rdzv_endpoint))
+
+
+def check_secrets(launcher: LauncherConfig, names: Sequence[str]) -> None:
+    """Raise ConfigError where a tracker would be logged in here and not in the ranks.
+
+    Secrets are written to no file and no store. torchrun decides which machine has rank 0, so even with `nodes` it may
+    be another one.
+    """
+    for name in names if launcher.kind != "local" else ():
+        if os.environ.get(name):
+            raise ConfigError(
+                f"training.report_to: ${name} does not reach the ranks of launcher.kind {launcher.kind}; log in by a "
+                "file that all machines see (~/.netrc by `wandb login`, ~/.mlflow/credentials), and unset it"
+            )
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.preflight import check_recipe
+from flows.preflight import check_pending, check_recipe
 from flows.recipe import PipelineConfig
 from mca_lib.demo_assets import make_demo_assets
 from mca_lib.errors import ConfigError, ModelError
@@ -33,12 +33,20 @@ def test_code_of_the_models_own_is_not_available(tmp_path: Path):
         check_recipe(recipe(tmp_path, trust_remote_code=True))
 
 
-def test_trackers_that_are_not_installed_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_training_lacks_is_named_before_a_run_and_no_matter_for_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     config = recipe(tmp_path)
     training = config.training.model_copy(update={"report_to": ["wandb"]})
+    launcher = config.launcher.model_copy(update={"nproc_per_node": 1000})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"training\.report_to: the package wandb is not installed"):
-        check_recipe(config.model_copy(update={"training": training}))
+    for update, said in (
+        ({"training": training}, r"training\.report_to: the package wandb is not installed"),
+        ({"launcher": launcher}, r"launcher\.nproc_per_node: 1000 ranks are too many"),
+    ):
+        check_recipe(config.model_copy(update=update))
+        with pytest.raises(ConfigError, match=said):
+            check_pending(config.model_copy(update=update))
 
 
 def test_weights_of_another_size_than_the_config_says_are_named(tmp_path: Path):

@@ -61,6 +61,7 @@ def test_wrong_field_is_named_on_one_line(tmp_path: Path, override: str, message
     [
         (["lr_scheduler_type=warmup_stable_decay", "decay_ratio=0.99"], "decay_ratio: 0.99 and training.warmup_ratio"),
         (["precision=fp32", "fp8=hybrid"], "fp8: needs training.precision bf16, not fp32"),
+        (["optimizer_offload_fraction=0.5"], "optimizer_offload_fraction: Megatron cannot save such an optimizer"),
         (["overlap_param_gather=true"], "overlap_param_gather: needs training.overlap_grad_reduce: true"),
         (["finetuning_type=lora", "freeze=[lm_head]"], "freeze: has no effect with training.finetuning_type lora"),
         (["finetuning_type=lora", "moe_router_bias_update_rate=0.1"], "moe_router_bias_update_rate: has no effect"),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mca_lib.errors import ConfigError, ResourceError
-from tasks.launchers.check import check_launcher, launcher_problems
+from tasks.launchers.check import check_launcher, check_secrets, launcher_problems
 from tasks.training_config import LauncherConfig, SlurmConfig
 
 NODES = {"kind": "nodes", "nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
@@ -57,6 +57,17 @@ def test_ranks_are_counted_where_they_run(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "squeue").unlink()
     with pytest.raises(ResourceError, match=r"launcher.kind: slurm, but there is no squeue here"):
         check_launcher(LauncherConfig(kind="slurm"))
+
+
+def test_a_secret_that_the_ranks_would_not_have_is_named(monkeypatch: pytest.MonkeyPatch):
+    names = ["MLFLOW_TRACKING_TOKEN", "WANDB_API_KEY"]
+    monkeypatch.setenv("WANDB_API_KEY", "hush")
+    check_secrets(LauncherConfig(), names)
+    with pytest.raises(ConfigError, match=r"\$WANDB_API_KEY does not reach the ranks of launcher.kind nodes") as caught:
+        check_secrets(LauncherConfig(**NODES), names)
+    assert "hush" not in str(caught.value)
+    monkeypatch.delenv("WANDB_API_KEY")
+    check_secrets(LauncherConfig(**NODES), names)
 
 
 def test_an_interface_must_be_there():

@@ -44,6 +44,7 @@ def test_a_field_without_effect_is_refused(options):
         ({"overlap_param_gather": True}, "needs overlap_grad_reduce"),
         ({"optimizer_offload_fraction": 1.5}, r"optimizer_offload_fraction=1\.5"),
         ({"optimizer_offload_fraction": 0.5}, "sees no GPU"),
+        ({"optimizer_offload_fraction": 0.5, "preflight": True}, "set preflight=False"),
         ({"fp8": "hybrid", "bf16": True}, "fp8='hybrid' needs a GPU"),
         ({"fp8": "hybrid"}, "fp8='hybrid' needs bf16"),
         ({"fp8": "e5m2", "bf16": True}, "fp8='e5m2'"),
