@@ -21,7 +21,8 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from mca_lib.data.formats import read_entries, resolve_sources
+from mca_lib.data.dataset_info import read_entries
+from mca_lib.data.formats import resolve_sources
 from mca_lib.data.spec import TOKENIZING_LIBRARIES
 from mca_lib.data.storage import resolve_storage
 from mca_lib.errors import ConfigError, DataError, ModelError
@@ -209,7 +210,7 @@ class DatasetStage(Stage):
         """What dataset_info.json says about the rows; which file holds them is in the key by its content."""
         if not self.config.names:
             return {}
-        entries = read_entries(self.config)
+        entries = read_entries(self.config.dataset_dir, self.config.names)
         return {e.name: {key: value for key, value in e.fields.items() if key != "file_name"} for e in entries}
 
     def _vocab_size(self) -> int:

@@ -17,20 +17,16 @@ unknown key of `dataset_info.json` or drops what it cannot use, this module refu
 named keeps its default if the layout cannot do without it, and is unset otherwise.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Protocol
 
+from mca_lib.data.dataset_info import DATASET_INFO, EXTENSIONS, INDEXED_EXTENSIONS, Entry, check_extension, read_entries
 from mca_lib.data.files import Span
 from mca_lib.data.suggest import suggestion
 from mca_lib.errors import ConfigError, DataError
 
-DATASET_INFO = "dataset_info.json"
-
-EXTENSIONS = (".json", ".jsonl", ".csv", ".parquet", ".txt")
-INDEXED_EXTENSIONS = (".bin",)
 PRETRAINING_LAYOUTS = ("text", "indexed")
 
 # Column -> its default name in a row. `None`: used only when named.
@@ -62,19 +58,6 @@ TAGS = {
     "system_tag": "system",
 }
 
-# Keys of an entry of dataset_info.json: used, and known to LLaMA-Factory but of no use here (with what to do).
-ENTRY_KEYS = ("file_name", "formatting", "ranking", "columns", "tags")
-UNSUPPORTED_ENTRY_KEYS = {
-    "hf_hub_url": "download the data set and name its file in file_name",
-    "ms_hub_url": "download the data set and name its file in file_name",
-    "om_hub_url": "download the data set and name its file in file_name",
-    "script_url": "data set scripts are not run; write a data file and name it in file_name",
-    "cloud_file_name": "download the file and name it in file_name",
-    "num_samples": "use dataset.max_rows",
-    "subset": "name a data file in file_name",
-    "split": "name a data file in file_name",
-    "folder": "name a data file in file_name",
-}
 UNSUPPORTED_COLUMNS = {
     "images": "media are not supported",
     "videos": "media are not supported",
@@ -144,62 +127,14 @@ def resolve_sources(config: SourceConfig, objective: str) -> list[Source]:
     else:
         if config.columns or config.tags:
             raise ConfigError(f"dataset.columns: with dataset.names, columns and tags stand in {DATASET_INFO}")
-        sources = [source for entry in read_entries(config) for source in _entry_sources(entry, config, objective)]
+        sources = [
+            source
+            for entry in read_entries(config.dataset_dir, config.names)
+            for source in _entry_sources(entry, config, objective)
+        ]
         row_format = sources[0].format
     held_out = _existing(config.eval_files, "dataset.eval_files", row_format)
     return sources + [Source(path, row_format, "eval") for path in held_out]
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One entry of dataset_info.json, its keys checked."""
-
-    name: str
-    fields: Mapping[str, Any]
-
-    @property
-    def where(self) -> str:
-        return f"{DATASET_INFO}: {self.name}"
-
-
-def read_entries(config: SourceConfig) -> list[Entry]:
-    """The entries of dataset_info.json that `config.names` selects."""
-    if config.dataset_dir is None:
-        raise ConfigError(f"dataset.dataset_dir: required with dataset.names; the folder that holds {DATASET_INFO}")
-    path = Path(config.dataset_dir) / DATASET_INFO
-    try:
-        info = json.loads(path.read_text(encoding="utf-8-sig"))
-    except FileNotFoundError:
-        raise DataError(f"dataset.dataset_dir: there is no {DATASET_INFO} in {config.dataset_dir}") from None
-    except json.JSONDecodeError as error:
-        raise DataError(f"{path}:{error.lineno}: malformed JSON at column {error.colno}: {error.msg}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
-    if not isinstance(info, dict):
-        raise DataError(f"{path}: holds a {type(info).__name__}; it must be an object of entries by name")
-    return [_checked_entry(name, info) for name in config.names]
-
-
-def _checked_entry(name: str, info: Mapping[str, Any]) -> Entry:
-    if name not in info:
-        raise ConfigError(f"dataset.names: {name!r} is not in {DATASET_INFO}{suggestion(name, info)}")
-    fields = info[name]
-    entry = Entry(name, fields)
-    if not isinstance(fields, dict):
-        raise ConfigError(f"{entry.where}: must be an object with file_name, not a {type(fields).__name__}")
-    for key in fields:
-        if key in UNSUPPORTED_ENTRY_KEYS:
-            raise ConfigError(f"{entry.where}: {key} is not supported; {UNSUPPORTED_ENTRY_KEYS[key]}")
-        if key not in ENTRY_KEYS:
-            raise ConfigError(f"{entry.where}: unknown key {key!r}{suggestion(key, ENTRY_KEYS)}")
-    if not isinstance(fields.get("file_name"), str) or not fields["file_name"].strip():
-        raise ConfigError(f"{entry.where}: file_name is missing; name the data file, relative to dataset_dir")
-    if not isinstance(fields.get("formatting", ""), str):
-        raise ConfigError(f"{entry.where}: formatting must be a string: {', '.join(COLUMNS)}")
-    for key in ("columns", "tags"):
-        if not isinstance(fields.get(key, {}), dict):
-            raise ConfigError(f"{entry.where}: {key} must be an object of names")
-    return entry
 
 
 def _entry_sources(entry: Entry, config: SourceConfig, objective: str) -> list[Source]:
@@ -212,7 +147,7 @@ def _entry_sources(entry: Entry, config: SourceConfig, objective: str) -> list[S
         layout, columns = "text", {"prompt": columns["prompt"]}
     ranking, tags = fields.get("ranking", False), fields.get("tags", {})
     row_format = build_format(layout, columns, tags, ranking=ranking, objective=objective, at=entry.where)
-    paths = _files_of_entry(entry, Path(config.dataset_dir or ""))
+    paths = entry.files(Path(config.dataset_dir or ""))
     return [Source(path, row_format, "train", entry.name) for path in paths]
 
 
@@ -286,30 +221,8 @@ def _existing(files: Sequence[str], field: str, row_format: RowFormat) -> list[P
         if not path.is_file():
             raise DataError(f"{field}[{index}]: {name} is not a file")
         known = INDEXED_EXTENSIONS if row_format.layout == "indexed" else EXTENSIONS
-        _check_extension(path, f"{field}[{index}]", known)
+        check_extension(path, f"{field}[{index}]", known)
         if known == INDEXED_EXTENSIONS and not path.with_suffix(".idx").is_file():
             raise DataError(f"{field}[{index}]: there is no {path.stem}.idx beside {name}; both files are needed")
         paths.append(path)
     return paths
-
-
-def _files_of_entry(entry: Entry, folder: Path) -> list[Path]:
-    name = entry.fields["file_name"]
-    path = folder / name
-    if "\0" in name or PurePath(name).is_absolute() or ".." in PurePath(name).parts or path == folder:
-        raise ConfigError(f"{entry.where}: file_name {name!r} is not below dataset_dir; put the data file there")
-    if path.is_dir():
-        paths = sorted(p for p in path.iterdir() if p.is_file() and p.suffix.lower() in EXTENSIONS)
-        if not paths:
-            raise DataError(f"{entry.where}: there is no data file ({', '.join(EXTENSIONS)}) in {path}")
-        return paths
-    if not path.is_file():
-        raise DataError(f"{entry.where}: there is no file {path}")
-    _check_extension(path, entry.where)
-    return [path]
-
-
-def _check_extension(path: Path, at: str, known: Sequence[str] = EXTENSIONS) -> None:
-    if path.suffix.lower() not in known:
-        hint = "; tokens in Megatron's format have formatting: indexed" if path.suffix in (".bin", ".idx") else ""
-        raise DataError(f"{at}: {path.name} is of an unknown kind; use one of {', '.join(known)}{hint}")
