@@ -17,7 +17,7 @@ from mca_lib.adapters.targets import target_names
 from mca_lib.converter.headers import check_weights
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.rows import validate_sources
-from mca_lib.data.storage import resolve_storage
+from mca_lib.data.storage import check_executor, resolve_storage
 from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.registry import check_hf_config, check_layout, config_from_hf
@@ -59,6 +59,7 @@ def check_pending(config: PipelineConfig) -> None:
         for problem in tracker_problems(config.training.report_to):
             raise ConfigError(f"training.report_to: {problem}")
     if verdicts["dataset"] != "hit":
+        check_executor(config.dataset.executor.kind)
         validate_sources(config.dataset, config.training.stage)
 
 

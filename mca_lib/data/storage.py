@@ -4,7 +4,9 @@ rows       a token store (mca_lib/data/token_store.py): documents packed into ro
 indexed    Megatron's indexed format (mca_lib/data/indexed_rows.py): for pretraining on much text
 """
 
+import importlib.util
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -54,6 +56,14 @@ def resolve_storage(config: StorageConfig, objective: str, sources: Sequence[Sou
         )
     corpora(config, sources)
     return "indexed"
+
+
+def check_executor(kind: str) -> None:
+    """Raise ConfigError where a program or package that tokenizes elsewhere (`dataset.executor.kind`) is not here."""
+    if kind == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("dataset.executor.kind: ray is not installed; pip install ray, or use local")
+    if kind == "slurm" and shutil.which("sbatch") is None:
+        raise ConfigError("dataset.executor.kind: slurm needs sbatch on this machine, and there is none; use local")
 
 
 def corpora(config: StorageConfig, sources: Sequence[Source]) -> list[CorpusFiles]:

@@ -14,10 +14,8 @@ one token.
 """
 
 import functools
-import importlib.util
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +42,7 @@ from mca_lib.data.rows import read_samples
 from mca_lib.data.shards import read_shard
 from mca_lib.data.spec import DatasetSpec
 from mca_lib.data.split import hold_out_keys
+from mca_lib.data.storage import check_executor
 from mca_lib.errors import ConfigError, DataError
 from mca_lib.job import progress_writer
 from mca_lib.tokenizer import load_tokenizer
@@ -128,8 +127,9 @@ class SlurmExecutor(SlurmPipelineExecutor):
             time.sleep(1)
 
     def _queued(self) -> bool:
-        command = ["squeue", "--noheader", "--name", self.job_name]
-        return bool(subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip())
+        """A controller that does not answer for a while is no reason to give the job up."""
+        found = subprocess.run(["squeue", "--noheader", "--name", self.job_name], capture_output=True, text=True)
+        return found.returncode != 0 or bool(found.stdout.strip())
 
 
 @functools.cache
@@ -152,15 +152,12 @@ def build_executor(
     Raises:
         ConfigError: it needs a program or package that is not installed.
     """
+    check_executor(settings["kind"])
     common = {"pipeline": steps, "tasks": tasks, "workers": workers, "logging_dir": str(work / LOG)}
     if settings["kind"] == "local":
         return LocalPipelineExecutor(**common, start_method="fork")
     if settings["kind"] == "ray":
-        if importlib.util.find_spec("ray") is None:
-            raise ConfigError("dataset.executor.kind: ray is not installed; pip install ray, or use local")
         return RayPipelineExecutor(**common, mem_per_cpu_gb=settings["mem_per_cpu_gb"], time=settings["time"])
-    if shutil.which("sbatch") is None:
-        raise ConfigError("dataset.executor.kind: slurm needs sbatch on this machine, and there is none; use local")
     return SlurmExecutor(
         **common,
         time=settings["time"],

@@ -10,6 +10,7 @@ from flows.recipe import PipelineConfig
 from mca_lib.demo_assets import make_demo_assets
 from mca_lib.errors import ConfigError, ModelError
 from tasks.convert import CheckpointConfig
+from tasks.dataset import ExecutorConfig
 
 
 def recipe(folder: Path, **model: object) -> PipelineConfig:
@@ -33,16 +34,18 @@ def test_code_of_the_models_own_is_not_available(tmp_path: Path):
         check_recipe(recipe(tmp_path, trust_remote_code=True))
 
 
-def test_what_training_lacks_is_named_before_a_run_and_no_matter_for_a_plan(
+def test_what_computing_lacks_is_named_before_a_run_and_no_matter_for_a_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     config = recipe(tmp_path)
     training = config.training.model_copy(update={"report_to": ["wandb"]})
     launcher = config.launcher.model_copy(update={"nproc_per_node": 1000})
+    dataset = config.dataset.model_copy(update={"executor": ExecutorConfig(kind="ray")})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for update, said in (
         ({"training": training}, r"training\.report_to: the package wandb is not installed"),
         ({"launcher": launcher}, r"launcher\.nproc_per_node: 1000 ranks are too many"),
+        ({"dataset": dataset}, r"dataset\.executor\.kind: ray is not installed"),
     ):
         check_recipe(config.model_copy(update=update))
         with pytest.raises(ConfigError, match=said):
