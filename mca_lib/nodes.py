@@ -4,16 +4,8 @@
     python -m mca_lib.nodes join HOST:PORT [--keep] [--run ID]
 
 Every machine runs a supervisor (this module), and that runs torchrun, whose rendezvous uses the same store. torchrun
-alone does not notice a machine that is gone, nor pass a signal on to the others; the supervisors do, by these keys:
-
-    mcaflow/run            head            {"run": id, "plan": LaunchPlan}
-    mcaflow/members        each adds 1     so that it knows its place; the head has 0
-    mcaflow/name/<place>   each            host name
-    mcaflow/go             head            all are here: start torchrun
-    mcaflow/beat/<place>   each adds 1     once a second; a counter that stands still is a machine that is lost
-    mcaflow/stop           any             a SIGTERM that one machine got is for all: they write a checkpoint and end
-    mcaflow/end/<place>    each            exit status of its torchrun
-    mcaflow/verdict        head            exit status of all: 0, 2 for a mistake of the user, 143 stopped, 1 otherwise
+alone does not notice a machine that is gone, nor pass a signal on to the others; the supervisors do, by the keys of
+`mca_lib.meeting`.
 
 Whoever reaches the endpoint can run code on all machines (torchrun unpickles what it finds in the store), so the head
 binds to that one address and the network must be one that is trusted.
@@ -28,8 +20,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,14 +29,13 @@ from torch.distributed import TCPStore
 from mca_lib.errors import ResourceError
 from mca_lib.launch import NarrowStore
 from mca_lib.launch_plan import LaunchPlan, split_endpoint
+from mca_lib.meeting import FAREWELL_SECONDS, HeadGone, Meeting
 from mca_lib.progress import tell
 from mca_lib.rank_process import ERRORS_VARIABLE, first_failure, report_launcher_failure
 
 BEAT_SECONDS = 1.0
 LOST_SECONDS = 30.0
-"""A machine that has not been heard of for so long is lost."""
-FAREWELL_SECONDS = 5.0
-"""For ranks to say why they failed before they are killed, and for others to read the verdict."""
+"""A machine that has not been heard of for so long is lost, unless the head says otherwise (`--lost`)."""
 STOPPED = 128 + signal.SIGTERM
 
 
@@ -61,107 +51,13 @@ class StopRequest:
         self.requested = True
 
 
-class HeadGone(Exception):
-    """The store does not answer: the machine that hosts it is gone."""
+def host(
+    endpoint: str, plan: LaunchPlan, stop: StopRequest, *, run: str, patience: float, lost_after: float = LOST_SECONDS
+) -> int:
+    """The head's part: wait `patience` seconds for the others, run this machine's ranks, judge. Returns the verdict.
 
-
-class Meeting:
-    """The store of one run, as the machine at `place` sees it. Its methods raise HeadGone."""
-
-    def __init__(self, store: TCPStore, place: int, plan: LaunchPlan, run: str) -> None:
-        self.place, self.plan, self.run = place, plan, run
-        self._store = store
-        self._beats = dict.fromkeys(range(plan.nnodes), (0, time.monotonic()))
-        self._set(f"name/{place}", socket.gethostname())
-
-    @property
-    def members(self) -> int:
-        return self._add("members", 0)
-
-    def beat(self) -> None:
-        """Say that this machine lives, and listen to the others."""
-        self._add(f"beat/{self.place}", 1)
-        for place in range(min(self.plan.nnodes, self.members)):
-            if (beats := self._add(f"beat/{place}", 0)) != self._beats[place][0]:
-                self._beats[place] = (beats, time.monotonic())
-
-    def lost(self) -> str | None:
-        """The machine that has not been heard of for too long, in words."""
-        for place in range(min(self.plan.nnodes, self.members)):
-            if time.monotonic() - self._beats[place][1] > LOST_SECONDS and self.end_of(place) is None:
-                return f"{self.describe(place)} is lost: no sign of life for {LOST_SECONDS:.0f} s"
-        return None
-
-    def describe(self, place: int) -> str:
-        return f"machine {place + 1} of {self.plan.nnodes} ({self._get(f'name/{place}') or 'unknown'})"
-
-    def go(self) -> None:
-        self._set("go", "1")
-
-    @property
-    def may_go(self) -> bool:
-        return self._get("go") is not None
-
-    def ask_to_stop(self) -> None:
-        self._set("stop", self.describe(self.place))
-
-    @property
-    def stopped_by(self) -> str | None:
-        return self._get("stop")
-
-    def end(self, status: int) -> None:
-        self._set(f"end/{self.place}", str(status))
-
-    def end_of(self, place: int) -> int | None:
-        status = self._get(f"end/{place}")
-        return None if status is None else int(status)
-
-    @property
-    def ended(self) -> dict[int, int]:
-        """Exit status by place, of the machines that have ended."""
-        ends = {place: self.end_of(place) for place in range(self.plan.nnodes)}
-        return {place: status for place, status in ends.items() if status is not None}
-
-    @property
-    def verdict(self) -> int | None:
-        text = self._get("verdict")
-        return None if text is None else int(text)
-
-    def pronounce(self, verdict: int) -> None:
-        """Tell the verdict, and wait until those that still listen have read it."""
-        self._set("verdict", str(verdict))
-        deadline = time.monotonic() + FAREWELL_SECONDS
-        listeners = min(self.members, self.plan.nnodes) - 1
-        while self._add("farewells", 0) < listeners and time.monotonic() < deadline:
-            time.sleep(0.05)
-
-    def take_leave(self) -> None:
-        self._add("farewells", 1)
-
-    def _get(self, key: str) -> str | None:
-        with _answers():
-            key = f"mcaflow/{key}"
-            return self._store.get(key).decode() if self._store.check([key]) else None
-
-    def _set(self, key: str, value: str) -> None:
-        with _answers():
-            self._store.set(f"mcaflow/{key}", value)
-
-    def _add(self, key: str, count: int) -> int:
-        with _answers():
-            return self._store.add(f"mcaflow/{key}", count)
-
-
-@contextmanager
-def _answers() -> Iterator[None]:
-    try:
-        yield
-    except (RuntimeError, ValueError, TimeoutError) as error:
-        raise HeadGone(str(error).splitlines()[0]) from None
-
-
-def host(endpoint: str, plan: LaunchPlan, stop: StopRequest, *, run: str, patience: float) -> int:
-    """The head's part: wait `patience` seconds for the others, run this machine's ranks, judge. Returns the verdict."""
+    A machine that is silent for `lost_after` seconds is lost.
+    """
     failures = Path(plan.env[ERRORS_VARIABLE])
     address, port = split_endpoint(endpoint)
     try:
@@ -171,8 +67,8 @@ def host(endpoint: str, plan: LaunchPlan, stop: StopRequest, *, run: str, patien
         report_launcher_failure(failures, reason, ResourceError(reason))
         return 2
     store.add("mcaflow/members", 1)
-    store.set("mcaflow/run", json.dumps({"run": run, "plan": plan.to_json()}))
-    meeting = Meeting(store, 0, plan, run)
+    store.set("mcaflow/run", json.dumps({"run": run, "plan": plan.to_json(), "lost_after": lost_after}))
+    meeting = Meeting(store, 0, plan, run, lost_after)
     problem = _await_members(meeting, endpoint, stop, patience)
     if problem is None and not stop.requested:
         meeting.go()
@@ -256,7 +152,7 @@ def _enter(endpoint: str, former: set[str], wanted: str | None) -> Meeting | Non
         if found["run"] in former or (wanted and found["run"] != wanted):
             return None
         place = store.add("mcaflow/members", 1) - 1
-        return Meeting(store, place, LaunchPlan.from_json(found["plan"]), found["run"])
+        return Meeting(store, place, LaunchPlan.from_json(found["plan"]), found["run"], found["lost_after"])
     except (OSError, RuntimeError, HeadGone):
         return None
 
@@ -352,13 +248,15 @@ def main(argv: list[str] | None = None) -> int:
         role.add_argument("--run", help="name of the run, the same on all machines")
     head.add_argument("plan", type=Path)
     head.add_argument("--patience", type=float, default=600.0, help="seconds to wait for the others")
+    head.add_argument("--lost", type=float, default=LOST_SECONDS, help="seconds without a sign of life")
     member.add_argument("--keep", action="store_true", help="go on with the next run")
     arguments = parser.parse_args(argv)
     stop = StopRequest()
     if arguments.role == "join":
         return join(arguments.endpoint, stop, keep=arguments.keep, run=arguments.run)
     plan = LaunchPlan.from_json(arguments.plan.read_bytes())
-    return host(arguments.endpoint, plan, stop, run=arguments.run or uuid.uuid4().hex, patience=arguments.patience)
+    run = arguments.run or uuid.uuid4().hex
+    return host(arguments.endpoint, plan, stop, run=run, patience=arguments.patience, lost_after=arguments.lost)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ class Machines:
             self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
         self.processes: list[subprocess.Popen] = []
 
-    def head(self, nnodes: int = 2, patience: float = 60.0) -> subprocess.Popen:
+    def head(self, *options: str, nnodes: int = 2, patience: float = 60.0) -> subprocess.Popen:
         plan = LaunchPlan(
             module="tests.toy_rank",
             arguments=str(self.folder / "plan.json"),
@@ -41,7 +41,7 @@ class Machines:
             env={ERRORS_VARIABLE: str(self.folder / "failures")},
         )
         (self.folder / "plan.json").write_text(plan.to_json())
-        return self._start("head", self.endpoint, str(self.folder / "plan.json"), f"--patience={patience}")
+        return self._start("head", self.endpoint, str(self.folder / "plan.json"), f"--patience={patience}", *options)
 
     def agent(self, *options: str) -> subprocess.Popen:
         return self._start("join", self.endpoint, *options)
@@ -123,14 +123,14 @@ def listeners(process: psutil.Process) -> list:
 
 
 def test_a_machine_that_is_killed_ends_the_run_and_is_named(machines: Machines):
-    head = machines.head()
+    head = machines.head("--lost=8")
     agent = machines.agent()
     ranks = machines.ranks(2)
     (torchrun,) = psutil.Process(agent.pid).children()
     agent.kill()
     torchrun.kill()  # as the guardian of `mcaflow agent` would
     assert head.wait(90) == 1, machines.output()
-    assert machines.failure()["message"] == f"machine 2 of 2 ({socket.gethostname()}) is lost: no sign of life for 30 s"
+    assert machines.failure()["message"] == f"machine 2 of 2 ({socket.gethostname()}) is lost: no sign of life for 8 s"
     assert_gone(ranks)
 
 
