@@ -1,4 +1,4 @@
-"""The README's Python example, run as it stands."""
+"""The documents' Python example, run as it stands."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_the_example_loads_a_model_on_two_ranks_and_writes_it_back(tmp_path: Path) -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/models-without-a-recipe.md").read_text(), re.DOTALL)
     (tmp_path / "example.py").write_text(example)
     make_tiny_model(tmp_path / "model", num_hidden_layers=2, dtype="bfloat16")
 
