@@ -9,15 +9,19 @@ T tokens in sequences of S:
 
 W counts `topk` experts of each layer, the output layer also where it is tied, and not the embedding, which is a
 look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. With adapters
-the frozen matrices have no gradient of their own, and their products count once in the backward pass. Recomputation is
-not counted: these are the operations that the model needs, the numerator of model FLOPs utilization.
+the frozen matrices have no gradient of their own, and their products count once in the backward pass; so do those of
+weights that `freeze` names. Recomputation is not counted: these are the operations that the model needs, the numerator
+of model FLOPs utilization.
 """
 
 import math
+from collections import Counter
+from collections.abc import Collection
 from operator import attrgetter
 
 import numpy as np
 
+from mca_lib.converter.plan import entries
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.registry import family_of
 
@@ -27,18 +31,21 @@ def training_flops(config: McaModelConfig, tokens: int, sequence_length: int) ->
     return 3 * forward_flops(config, tokens, sequence_length, mtp=True)
 
 
-def step_flops(config: McaModelConfig, lengths_D: np.ndarray, adapter_elements: int | None = None) -> int:
+def step_flops(
+    config: McaModelConfig, lengths_D: np.ndarray, adapter_elements: int | None = None, frozen: int = 0
+) -> int:
     """Forward and backward pass of a training step over documents that do not see each other.
 
     Args:
         lengths_D: tokens of each document; padding is none.
         adapter_elements: of the matrices of adapters, as often as a token is multiplied with them; None where all
             weights are trained, multi-token prediction layers included.
+        frozen: `frozen_elements` of a training without adapters.
     """
     mtp = adapter_elements is None
     pairs = int(attention_pairs(config, lengths_D.astype(np.int64), mtp).sum())
     elements = matrix_elements(config, mtp)
-    products = 3 * elements if adapter_elements is None else 2 * elements + 3 * adapter_elements
+    products = 3 * elements - frozen if adapter_elements is None else 2 * elements + 3 * adapter_elements
     return 2 * products * int(lengths_D.sum()) + 3 * attention_flops_per_pair(config) * pairs
 
 
@@ -68,6 +75,21 @@ def matrix_elements(config: McaModelConfig, mtp: bool = False) -> int:
             times *= config.moe.topk
         elements += times * sum(math.prod(shape) for shape in row.hf_shapes(config) if len(shape) == 2)
     heads = 1 + (config.mtp_num_layers if mtp else 0)
+    return elements + heads * config.vocab_size * config.hidden_size
+
+
+def frozen_elements(config: McaModelConfig, frozen: Collection[str]) -> int:
+    """Of `matrix_elements` with multi-token prediction, those of the frozen weights, named as in the checkpoint.
+
+    Experts count as if all had equal shares of the tokens.
+    """
+    chosen = Counter(entry.mapping for entry in entries(config) if entry.mca in frozen and "layers." in entry.mca)
+    elements = 0
+    for row, count in chosen.items():
+        product = count * sum(math.prod(shape) for shape in row.hf_shapes(config) if len(shape) == 2)
+        elements += product * config.moe.topk // config.moe.num_experts if row.per_expert else product
+    head = "embedding.word_embeddings.weight" if config.tie_word_embeddings else "output_layer.weight"
+    heads = 1 + config.mtp_num_layers if head in frozen else 0
     return elements + heads * config.vocab_size * config.hidden_size
 
 

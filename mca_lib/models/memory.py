@@ -1,4 +1,4 @@
-"""What training a model takes of each rank's memory, by pipeline stage. No torch, nothing allocated.
+"""What training all weights of a model takes of each rank's memory, by pipeline stage. No torch, nothing allocated.
 
 Weights, gradients and optimizer state are those that the trainer's engine allocates, byte for byte: gradients are
 reduced in fp32, bf16 weights have an fp32 copy, Adam has two fp32 moments; the distributed optimizer pads its buffers

@@ -1,8 +1,8 @@
-"""How fast this machine multiplies matrices: the denominator of `mfu`.
+"""The two sides of `mfu`: operations that a step needs, and how many of them this machine makes in a second.
 
-Measured once per run, with square matrices of the run's dtype that keep the device busy, by all ranks at the same time,
-so that ranks which share cores share the peak. It is kept beside the checkpoints: a resumed run reports by the same
-peak, and another device or dtype or number of ranks is measured anew. With fp8 it is the peak of bf16.
+The latter is measured once per run, with square matrices of the run's dtype that keep the device busy, by all ranks at
+the same time, so that ranks which share cores share the peak. It is kept beside the checkpoints: a resumed run reports
+by the same peak, and another device or dtype or number of ranks is measured anew. With fp8 it is the peak of bf16.
 """
 
 import json
@@ -10,17 +10,38 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from mca_lib.adapters.settings import targets_of
+from mca_lib.adapters.targets import adapter_elements
 from mca_lib.checkpoint.collective import from_rank_0
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.flops import frozen_elements, step_flops
+from mca_lib.models.freeze import frozen_weights
 from mca_lib.platforms import current_platform
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 NAME = "peak_flops.json"
 SIZES = {"cuda": 8192, "cpu": 512}
 REPEATS = 7
+
+
+def flops_counter(
+    config: McaModelConfig, lora: "LoraConfig | None", freeze: Sequence[str] = ()
+) -> Callable[[np.ndarray], int]:
+    """Tokens of each document of a step → floating point operations that the model needs for them."""
+    adapters = adapter_elements(config, targets_of(lora), lora.r) if lora else None
+    frozen = frozen_elements(config, frozen_weights(config, freeze))
+    return partial(step_flops, config, adapter_elements=adapters, frozen=frozen)
 
 
 def peak_flops(output_dir: Path, dtype: torch.dtype) -> float:

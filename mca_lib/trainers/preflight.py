@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -60,6 +61,12 @@ def preflight(engine: Engine, batches: Sequence[MicroBatch], output_dir: Path) -
     peaks: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(peaks, round(current_platform().peak_memory_bytes() / 2**20, 1))
     return Preflight(round(time.monotonic() - began, 2), peaks)
+
+
+def longest(lengths_N: np.ndarray, count: int) -> np.ndarray:
+    """Places of the `count` greatest lengths, in no order; of all where they are fewer."""
+    count = min(count, len(lengths_N))
+    return np.argpartition(lengths_N, -count)[-count:]
 
 
 def _check_finite(engine: Engine, batches: Sequence[MicroBatch]) -> None:

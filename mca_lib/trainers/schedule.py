@@ -84,6 +84,11 @@ class Schedule:
         whole, rest = divmod(step, self.steps_per_epoch)
         return whole + min(1.0, rest * self.global_batch_size / self.num_rows)
 
+    @property
+    def trained_rows(self) -> np.ndarray:
+        """int64 [N]: every row that the run trains on, once."""
+        return self._order(0)[: self.total_steps * self.global_batch_size]
+
     def rows(self, step: int) -> list[int]:
         """Rows of the step that follows `step` finished ones."""
         epoch, index = divmod(step, self.steps_per_epoch)

@@ -15,37 +15,35 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch.distributed as dist
 from megatron.core import parallel_state
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from mca_lib.adapters.settings import targets_of
-from mca_lib.adapters.targets import adapter_elements
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import Retention
 from mca_lib.checkpoint.saver import CheckpointSaver
-from mca_lib.checkpoint.sealed import move_into_place, new_staging
+from mca_lib.checkpoint.sealed import move_into_place, new_staging, remove_leftovers
 from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint
 from mca_lib.data.indexed_rows import Rows
 from mca_lib.data.token_store import Row
 from mca_lib.errors import ConfigError
 from mca_lib.models import VirtualModels
-from mca_lib.models.flops import step_flops
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import Alignment, MicroBatch, collate
 from mca_lib.trainers.best import BestModel, best_identity
 from mca_lib.trainers.callbacks import Callbacks
+from mca_lib.trainers.divergence import refuse_divergence
 from mca_lib.trainers.engine import Engine, StepMetrics
+from mca_lib.trainers.evaluation import evaluation_rows, evaluation_shape, total
 from mca_lib.trainers.identity import run_identity
 from mca_lib.trainers.loss import Objective, TokenObjective
-from mca_lib.trainers.peak import peak_flops
-from mca_lib.trainers.preflight import Preflight, preflight
+from mca_lib.trainers.peak import flops_counter, peak_flops
+from mca_lib.trainers.preflight import Preflight, longest, preflight
 from mca_lib.trainers.progress import Meter, Totals, TrainingLog, finite, read_log
 from mca_lib.trainers.result import TrainResult
 from mca_lib.trainers.row_checks import check_loss, check_rows
-from mca_lib.trainers.schedule import BatchShape, Schedule
+from mca_lib.trainers.schedule import BatchShape
 from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest
 from mca_lib.trainers.training_args import TrainingArguments
 
@@ -79,13 +77,7 @@ class McaTrainer:
         self.model, self.args = model, args
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.shape = args.batch_shape(dist.get_world_size())
-        self.schedule = Schedule(
-            num_rows=len(train_dataset),
-            global_batch_size=self.shape.global_batch_size,
-            seed=args.seed,
-            num_train_epochs=args.num_train_epochs,
-            max_steps=args.max_steps,
-        )
+        self.schedule = args.schedule(len(train_dataset), self.shape)
         self.engine = Engine(list(model), args, self.schedule.total_steps, self._objective())
         self.output_dir = Path(args.output_dir)
         self.final_dir = Path(args.final_dir) if args.final_dir else self.output_dir / "final"
@@ -96,8 +88,7 @@ class McaTrainer:
         self._is_rank_0 = dist.get_rank() == 0
         self.callbacks = Callbacks(callbacks, args, model, self.engine, self.schedule)
         self._told_saved: int | None = None
-        lora = model.lora_config
-        self._adapter_elements = adapter_elements(model.mca_config, targets_of(lora), lora.r) if lora else None
+        self._flops = flops_counter(model.mca_config, model.lora_config, args.freeze)
 
     def train(self) -> TrainResult:
         """Train to the end, from the newest checkpoint in `output_dir` if there is one.
@@ -110,23 +101,24 @@ class McaTrainer:
         tried = preflight(self.engine, self._longest_batches(), self.output_dir) if self.args.preflight else None
         peak = peak_flops(self.output_dir, self.args.params_dtype)
         step, totals = self._resume()
-        total, loss, held_out, evaluated_at = self.schedule.total_steps, math.nan, {}, None
+        last, loss, held_out, evaluated_at = self.schedule.total_steps, math.nan, {}, None
         self._log = TrainingLog(self.output_dir, step) if self._is_rank_0 else None
         self.callbacks.begin(step, from_rank_0(lambda: read_log(self.output_dir)), totals)
-        meter = Meter(step, total, dist.get_world_size(), peak)
+        meter = Meter(step, last, dist.get_world_size(), peak)
         wishes = self.callbacks.wishes(terminated=False)
         with StopRequest() as stop:
-            while step < total and not wishes.stop:
+            while step < last and not wishes.stop:
                 self.callbacks.step_begin(step)
                 began, learning_rate = time.monotonic(), self.engine.learning_rate
-                batches = self._batches(self.train_dataset, self.schedule.rows(step), self.shape)
+                rows = self.schedule.rows(step)
+                batches = self._batches(self.train_dataset, rows, self.shape)
                 waited = time.monotonic() - began
                 metrics = self.engine.train_step(batches)
                 seconds = time.monotonic() - began
                 step += 1
                 totals.add(metrics, seconds)
-                meter.add(seconds, waited, metrics.tokens, self._flops(step))
-                self._check_finite(step, metrics)
+                meter.add(seconds, waited, metrics.tokens, self._flops(self.train_dataset.lengths_of(rows)))
+                refuse_divergence(step, metrics, rows, self.train_dataset.path, self.args.learning_rate)
                 self._saver.poll()
                 self._tell_saved()
                 self.callbacks.step_end(step, totals.tokens)
@@ -137,12 +129,12 @@ class McaTrainer:
                     held_out, evaluated_at = self._evaluate_and_log(step), step
                 if wishes.log or wishes.evaluate:  # callbacks were asked again
                     wishes = self.callbacks.wishes(stop.requested)
-                stopping = wishes.terminated and step < total
+                stopping = wishes.terminated and step < last and not wishes.stop
                 if stopping or wishes.save:
                     self._save(step, totals)
                 if stopping:
                     self._saver.finish()
-                    log.warning("stopped by SIGTERM after step %d of %d; a checkpoint was written", step, total)
+                    log.warning("stopped by SIGTERM after step %d of %d; a checkpoint was written", step, last)
                     sys.exit(EXIT_ON_SIGTERM)
         if self.eval_dataset is not None and evaluated_at != step:
             held_out = self._evaluate_and_log(step)
@@ -156,29 +148,14 @@ class McaTrainer:
 
     def evaluate(self) -> StepMetrics:
         """Sums over the whole evaluation split; every row counts once."""
-        steps = [self.engine.evaluate_step(batches) for batches in self._evaluation_batches()]
-        sums = {name: sum(step.sums[name] for step in steps) for name in steps[0].sums}
-        return StepMetrics(
-            sums,
-            sum(step.count for step in steps),
-            sum(step.loss_tokens for step in steps),
-            sum(step.tokens for step in steps),
-            math.nan,
-        )
+        return total([self.engine.evaluate_step(batches) for batches in self._evaluation_batches()])
 
     def _evaluation_batches(self) -> Iterator[list[MicroBatch]]:
         """This rank's micro batches of each step of an evaluation, always the same."""
         if self.eval_dataset is None:
             raise ConfigError("an evaluation needs held-out rows: give an eval_dataset")
-        replicas = self.shape.data_parallel_size
-        shape = BatchShape(
-            global_batch_size=self.args.per_device_eval_batch_size * replicas * self.shape.micro_batch_multiple,
-            micro_batch_size=self.args.per_device_eval_batch_size,
-            data_parallel_size=replicas,
-            micro_batch_multiple=self.shape.micro_batch_multiple,
-        )
-        for start in range(0, len(self.eval_dataset), shape.global_batch_size):
-            rows = range(start, min(start + shape.global_batch_size, len(self.eval_dataset)))
+        shape = evaluation_shape(self.args, self.shape)
+        for rows in evaluation_rows(len(self.eval_dataset), shape):
             yield self._batches(self.eval_dataset, rows, shape)
 
     def save_model(self, directory: Path) -> None:
@@ -197,6 +174,8 @@ class McaTrainer:
     def _prepare(self) -> None:
         """What has to be done with the weights that the model came with, before any checkpoint is loaded."""
         self.output_dir.mkdir(parents=True, exist_ok=True)
+        # A save that was killed may fill the disk, and the preflight needs its room.
+        from_rank_0(lambda: remove_leftovers(self.output_dir))
         from_rank_0(self._check_rows)
 
     def _check_rows(self) -> None:
@@ -206,11 +185,9 @@ class McaTrainer:
 
     def _longest_batches(self) -> list[MicroBatch]:
         """Micro batches of the longest rows that are trained on, as many as the pipeline holds at a time."""
-        store, schedule, shape = self.train_dataset, self.schedule, self.shape
-        steps = range(min(schedule.total_steps, schedule.steps_per_epoch))
-        trained = np.concatenate([schedule.rows(step) for step in steps])
-        longest = trained[np.argsort(-store.row_lengths[trained], kind="stable")][: shape.micro_batch_size]
-        rows = [store[int(row)] for row in longest]
+        store, shape = self.train_dataset, self.shape
+        trained = self.schedule.trained_rows
+        rows = [store[row] for row in trained[longest(store.row_lengths[trained], shape.micro_batch_size)].tolist()]
         per_step = len(shape.deal(range(shape.global_batch_size), 0))
         held = self.args.pipeline_model_parallel_size * (2 if len(self.model) > 1 else 1)
         return [self._collate(store, rows, self._alignment.length(rows))] * min(per_step, held)
@@ -264,22 +241,6 @@ class McaTrainer:
             parallel_state.get_context_parallel_rank(),
             parallel_state.get_context_parallel_world_size(),
         )
-
-    def _flops(self, step: int) -> int:
-        """Operations that the model needs for this step's documents."""
-        lengths = self.train_dataset.lengths_of(self.schedule.rows(step - 1))
-        return step_flops(self.model.mca_config, lengths, self._adapter_elements)
-
-    def _check_finite(self, step: int, metrics: StepMetrics) -> None:
-        grad_norm = metrics.grad_norm if metrics.updated else 0.0  # an overflow of fp16 is answered by a lower scale
-        for name, value in (("loss", metrics.loss if metrics.count else 0.0), ("grad_norm", grad_norm)):
-            if not math.isfinite(value):
-                rows = self.schedule.rows(step - 1)
-                raise ConfigError(
-                    f"training diverged: {name} is {value} at step {step}; "
-                    f"lower learning_rate={self.args.learning_rate} or lengthen the warm-up, and look at the rows of "
-                    f"the step, {', '.join(map(str, rows[:8]))}{', …' * (len(rows) > 8)} of {self.train_dataset.path}"
-                )
 
     def _log_steps(self, step: int, totals: Totals, metrics: StepMetrics, learning_rate: float, meter: Meter) -> float:
         """A line of the log over the steps since the last one. Returns its loss."""

@@ -15,7 +15,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from mca_lib.errors import ConfigError
 from mca_lib.parallel import DistributingParallelArguments
 from mca_lib.platforms import current_platform, uses_transformer_engine
-from mca_lib.trainers.schedule import BatchShape
+from mca_lib.trainers.schedule import BatchShape, Schedule
 from mca_lib.trainers.tracking import check_trackers
 
 # Fields of transformers' TrainingArguments that have their effect here.
@@ -200,6 +200,16 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             micro_batch_size=micro,
             data_parallel_size=replicas,
             micro_batch_multiple=self.pipeline_model_parallel_size if interleaved else 1,
+        )
+
+    def schedule(self, num_rows: int, shape: BatchShape) -> Schedule:
+        """The steps over a training split of so many rows. Raises DataError when it has none."""
+        return Schedule(
+            num_rows=num_rows,
+            global_batch_size=shape.global_batch_size,
+            seed=self.seed,
+            num_train_epochs=self.num_train_epochs,
+            max_steps=self.max_steps,
         )
 
     def logs_at(self, step: int, steps_per_epoch: int) -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 from mca_lib.adapters.targets import adapter_elements
 from mca_lib.models import flops
+from mca_lib.models.freeze import frozen_weights
 from mca_lib.models.registry import config_from_hf
 from tests.mca_lib.models.test_registry import BASE, BASES
 from tests.mca_lib.tiny_models import VARIANTS, hf_config
@@ -101,6 +102,42 @@ def test_with_adapters_frozen_matrices_have_no_gradient(ranks: Any) -> None:
     fused = 2 * config.kv_channels * (config.num_attention_heads + 2 * config.num_query_groups)
     zeros = config.num_layers * 4 * (fused + 2 * config.ffn_hidden_size)
     assert total == expected + 3 * 2 * length * zeros
+
+
+def counted_with_freeze(variant: str, length: int, freeze: list[str]) -> int:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from mca_lib.models import AutoModel
+    from mca_lib.models.freeze import freeze_weights
+    from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
+
+    initialize_model_parallel(DistributingParallelArguments())
+    (model,) = models = AutoModel.from_config(config_from_hf(hf_config(variant).to_dict()))
+    freeze_weights(list(models), freeze)
+    ids = torch.arange(length)[None] % 99
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(ids, torch.arange(length)[None]).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("freeze", [["layers.0"], ["embed_tokens", "mlp"]], ids=str)
+def test_frozen_matrices_have_no_gradient(ranks: Any, freeze: list[str]) -> None:
+    variant, length = "llama-tied", 12
+    config = config_from_hf(hf_config(variant).to_dict())
+    (total,) = ranks(1, counted_with_freeze, variant, length, freeze)
+    frozen = flops.frozen_elements(config, frozen_weights(config, freeze))
+    seen, whole_square = flops.attention_pairs(config, length), length * length * config.num_layers
+    attention = 3 * flops.attention_flops_per_pair(config) * (whole_square - seen)
+    assert total == flops.step_flops(config, np.array([length]), frozen=frozen) + attention
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen2-moe", "deepseek-mtp"])
+def test_all_layers_frozen_leave_the_output_layer(variant: str) -> None:
+    config = config_from_hf(hf_config(variant).to_dict())
+    frozen = flops.frozen_elements(config, frozen_weights(config, ["model.layers"]))
+    heads = (1 + config.mtp_num_layers) * config.vocab_size * config.hidden_size
+    assert frozen == flops.matrix_elements(config, mtp=True) - heads
 
 
 def of_models(variant: str) -> tuple[int, int, int]:

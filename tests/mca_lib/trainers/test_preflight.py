@@ -60,9 +60,11 @@ def train_with_small_files(model: str, store: str, out: str, options: dict[str, 
 
 def test_a_disk_that_does_not_take_a_checkpoint_is_found_before_the_first_step(ranks, folder):
     out = folder / "no room"
+    (out / ".staging-of-a-killed-run").mkdir(parents=True)
     with pytest.raises(RankError, match=r"(Resource|Checkpoint)Error: preflight: .*no room"):
         ranks(1, train_with_small_files, f"{folder}/model", f"{folder}/store", str(out), {**OPTIONS, "preflight": True})
     assert not list(out.glob("checkpoint-*"))
+    assert not list(out.glob(".staging-*")), "what a killed run left takes no room"
 
 
 def break_model(model: Path, broken: Path) -> None:

@@ -15,6 +15,7 @@ def test_each_epoch_holds_every_row_exactly_once(rows, batch):
         seen = [row for step in steps[epoch * per_epoch : (epoch + 1) * per_epoch] for row in step]
         assert sorted(seen) == list(range(rows))
     assert len(steps) == 3 * per_epoch
+    assert sorted(schedule.trained_rows) == list(range(rows))
 
 
 def test_epochs_differ_and_seeds_differ_but_a_rerun_does_not():
@@ -29,6 +30,7 @@ def test_a_step_is_found_without_the_steps_before_it():
     forward, direct = Schedule(23, 4, seed=3, num_train_epochs=3), Schedule(23, 4, seed=3, num_train_epochs=3)
     steps = [forward.rows(step) for step in range(forward.total_steps)]
     assert direct.rows(14) == steps[14]
+    assert Schedule(23, 4, seed=3, max_steps=2).trained_rows.tolist() == steps[0] + steps[1]
 
 
 @pytest.mark.parametrize(
