@@ -1,5 +1,6 @@
 """What the tests of preference optimization share: stores of pairs, a run as a rank executes it, the same in torch."""
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -43,15 +44,19 @@ def make_pair(random: np.random.Generator) -> list[tuple[np.ndarray, np.ndarray]
     ]
 
 
-def train(model: str, store: str, out: str, options: dict[str, Any], preference: dict[str, Any]) -> dict[str, Any]:
+def train(
+    model: str, store: str, out: str, options: dict[str, Any], preference: dict[str, Any], callbacks: Sequence[Any] = ()
+) -> dict[str, Any]:
     """One rank of a preference training. Returns its result and its log."""
     from mca_lib.trainers.progress import read_log
 
-    result = make_trainer(model, store, out, options, preference).train()
+    result = make_trainer(model, store, out, options, preference, callbacks).train()
     return {"result": asdict(result), "log": [line for line in read_log(Path(out)) if "loss" in line]}
 
 
-def make_trainer(model: str, store: str, out: str, options: dict[str, Any], preference: dict[str, Any]) -> Any:
+def make_trainer(
+    model: str, store: str, out: str, options: dict[str, Any], preference: dict[str, Any], callbacks: Sequence[Any] = ()
+) -> Any:
     from mca_lib.data.token_store import TokenStore
     from mca_lib.models import AutoModel
     from mca_lib.parallel import initialize_model_parallel
@@ -62,7 +67,8 @@ def make_trainer(model: str, store: str, out: str, options: dict[str, Any], pref
     initialize_model_parallel(args, args.seed)
     splits = [Path(store) / name for name in ("train", "eval")]
     stores = [TokenStore.open(path) if path.is_dir() else None for path in splits]
-    return DPOTrainer(AutoModel.from_pretrained(model, args), args, *stores, PreferenceArguments(**preference))
+    loss = PreferenceArguments(**preference)
+    return DPOTrainer(AutoModel.from_pretrained(model, args), args, *stores, loss, callbacks)
 
 
 def plain_training(model: str, store: str, steps: int, preference: dict[str, Any]) -> list[list[float]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import TrainerCallback
 
 from tests.mca_lib.trainers.preference_training import (
     MEASURES,
@@ -124,10 +125,17 @@ def test_bf16_begins_at_ln_2_too(ranks, folder):
     assert losses[2] != losses[0]
 
 
-def test_the_log_and_the_result_name_the_measures(ranks, folder):
-    options = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    out = folder / "named"
-    result = ranks(1, train, f"{folder}/model", f"{folder}/packed", str(out), options, {})[0]["result"]
+class EnoughMargin(TrainerCallback):
+    """Ends the training by what was measured on the held-out pairs."""
+
+    def on_evaluate(self, args, state, control, metrics, **_) -> None:
+        control.should_training_stop = state.global_step == 2 and math.isfinite(metrics["eval_rewards/margins"])
+
+
+def test_the_log_the_result_and_callbacks_have_the_measures(ranks, folder):
+    options = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 1}
+    out, places = folder / "named", (f"{folder}/model", f"{folder}/packed")
+    result = ranks(1, train, *places, str(out), options, {}, [EnoughMargin])[0]["result"]
     lines = [json.loads(line) for line in (out / "training_log.jsonl").read_text().splitlines()]
     held_out = [line for line in lines if "eval_loss" in line]
     assert [line["step"] for line in held_out] == [1, 2]
