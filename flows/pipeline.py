@@ -55,7 +55,7 @@ def pipeline(config: PipelineConfig, refresh: list[StageName] | None = None) -> 
 
 def _run(config: PipelineConfig, again: frozenset[str]) -> PipelineResult:
     check_recipe(config)
-    check_pending(config)
+    check_pending(config, again)
     outcomes: dict[str, Outcome] = {}
 
     def done(stage: str) -> Artifacts:

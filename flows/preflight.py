@@ -8,6 +8,7 @@ check_space      room in the store for what the run is going to write
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +46,20 @@ def check_recipe(config: PipelineConfig) -> None:
         check_model(config, local)
 
 
-def check_pending(config: PipelineConfig) -> None:
+def check_pending(config: PipelineConfig, again: Collection[str] = ()) -> None:
     """Raise a UserError for too many unusable rows, a launcher or a tracker that is not here, or a store without write
-    access. Of what the store has already nothing is asked.
+    access. Of what the store has already nothing is asked, but of the stages in `again`.
     """
     store = ArtifactStore(config.store.path)
-    verdicts = {row.stage: row.verdict for row in make_plan(config, store)}
-    if set(verdicts.values()) != {"hit"}:
+    pending = _pending(config, store) | set(again)
+    if pending:
         store.require_writable()
-    if verdicts["train"] != "hit":
+    if "train" in pending:
         check_launcher(config.launcher)
         check_secrets(config.launcher, tracker_secrets(config.training))
         for problem in tracker_problems(config.training.report_to):
             raise ConfigError(f"training.report_to: {problem}")
-    if verdicts["dataset"] != "hit":
+    if "dataset" in pending:
         check_executor(config.dataset.executor.kind)
         validate_sources(config.dataset, config.training.stage)
 
@@ -87,11 +88,16 @@ def check_space(config: PipelineConfig, model_dir: Path) -> None:
     """Raise a StoreError when the store's disk has no room for what is still to be computed. An estimate."""
     store = ArtifactStore(config.store.path)
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    pending = {row.stage for row in make_plan(config, store) if row.verdict != "hit"}
+    pending = _pending(config, store)
     needed = sum(weights * factor for stage, factor in _WEIGHTS_WRITTEN.items() if stage in pending)
     if "train" in pending:
         needed += training_space(weights, config.training)
     store.require_space(int(needed), "this run")
+
+
+def _pending(config: PipelineConfig, store: ArtifactStore) -> set[str]:
+    """The stages that the store does not have."""
+    return {row.stage for row in make_plan(config, store) if row.verdict != "hit"}
 
 
 def _check_vocabulary(config: PipelineConfig, model_dir: Path) -> None:

@@ -12,6 +12,7 @@ from prefect.states import Pending, State
 
 from flows.graph import NODES
 from flows.pipeline import PipelineResult, pipeline
+from flows.preflight import check_pending
 from flows.report import evaluation_metrics
 from mca_lib.errors import ConfigError, DataError
 from mca_lib.evaluation.report import comparison
@@ -50,9 +51,12 @@ def test_the_exported_model_is_one_that_transformers_loads(finished: Run):
 
 
 def test_a_second_run_is_cached_and_prefect_says_so(run: Run):
-    state = pipeline(run.config, return_state=True)
+    """It trains nothing, so it needs no launcher either."""
+    state = pipeline(run.with_fields(launcher={"interface": "no-such-interface"}), return_state=True)
     assert computed(state.result()) == set()
     assert task_states(state) == dict.fromkeys(NODES, "Cached")
+    with pytest.raises(ConfigError, match=r"launcher\.interface"):
+        check_pending(run.with_fields(launcher={"interface": "no-such-interface"}), ["train"])
 
 
 def test_a_run_leaves_its_evaluation_and_its_stages_in_prefect(run: Run):
