@@ -29,8 +29,7 @@ from llamafactory.train.pt import workflow as pt_workflow
 from llamafactory.train.sft import workflow as sft_workflow
 
 from mca_lib.adapters.peft_files import AdapterFiles
-from mca_lib.adapters.settings import lora_config, targets_of
-from mca_lib.adapters.targets import adapter_elements
+from mca_lib.adapters.settings import lora_config
 from mca_lib.checkpoint.base import base_digest
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import STATE_NAME, Retention
@@ -38,14 +37,13 @@ from mca_lib.checkpoint.training import find_checkpoint
 from mca_lib.data.indexed_rows import Rows
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig, read_json
-from mca_lib.models.flops import step_flops
 from mca_lib.parallel import init_process_group
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.llama_factory import check_model, files, rows
 from mca_lib.trainers.llama_factory.record import Record
 from mca_lib.trainers.llama_factory.trainers import PairTrainer, TokenTrainer
 from mca_lib.trainers.optimizer import make_scheduler
-from mca_lib.trainers.peak import peak_flops
+from mca_lib.trainers.peak import flops_counter, peak_flops
 from mca_lib.trainers.preference import PreferenceArguments
 from mca_lib.trainers.progress import Meter, Totals
 from mca_lib.trainers.schedule import Schedule
@@ -90,13 +88,7 @@ def train(
     check_model(config, adapters=is_lora)
     output_dir = Path(training_args.output_dir)
     shape = training_args.batch_shape(dist.get_world_size())
-    schedule = Schedule(
-        num_rows=len(train_rows),
-        global_batch_size=shape.global_batch_size,
-        seed=training_args.seed,
-        num_train_epochs=training_args.num_train_epochs,
-        max_steps=training_args.max_steps,
-    )
+    schedule = training_args.schedule(len(train_rows), shape)
     base = model_args.weights_digest or base_digest(source)
     lora = AdapterFiles(config, lora_config(finetuning_args), base) if is_lora else None
     in_pairs = finetuning_args.stage == "dpo"
@@ -117,7 +109,6 @@ def train(
     )
     if preference is not None:
         arguments |= vars(preference)
-    elements = adapter_elements(config, targets_of(lora.lora_config), lora.lora_config.r) if lora else None
     peak = peak_flops(output_dir, training_args.params_dtype)
     # Not in the Trainer's own folder, which is emptied.
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(output_dir / "runs"))
@@ -133,7 +124,7 @@ def train(
             totals=Totals(**saved["totals"]),
             step=saved["step"],
             meter=Meter(saved["step"], schedule.total_steps, dist.get_world_size(), peak),
-            flops=lambda lengths_D: step_flops(config, lengths_D, elements),
+            flops=flops_counter(config, lora.lora_config if lora else None),
             stop=stop,
         )
         rate = _rate(training_args, schedule.total_steps)
