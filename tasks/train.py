@@ -24,6 +24,7 @@ from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
 from tasks.launchers import launch
 from tasks.links import link_tree
+from tasks.runs import keep_run, runs_folder
 from tasks.store import Artifact
 from tasks.training_config import (
     DpoConfig,
@@ -85,7 +86,10 @@ class TrainStage(Stage):
         }
         # Execution otherwise, these decide which model is the best.
         best = {"eval_steps": self.training.eval_steps} if self.training.load_best_model_at_end else {}
-        return self.training.identity() | best | {name: config.identity() for name, config in used.items() if config}
+        fields = self.training.identity() | best
+        if not McaModelConfig.from_pretrained(self.checkpoint.path).mtp_num_layers:
+            del fields["mtp_loss_weight"]
+        return fields | {name: config.identity() for name, config in used.items() if config}
 
     def inputs(self) -> dict[str, Input]:
         inputs = {"checkpoint": Input.of(self.checkpoint), "dataset": Input.of(self.dataset, "train")}
@@ -118,6 +122,7 @@ class TrainStage(Stage):
             self._launch(ctx, final)
         stats = json.loads(result.read_text())
         link_tree(final, ctx.staging)
+        keep_run(ctx, self.training.save_keep_every)
         if self._trains_adapters:
             return Produced(digest=None, stats=stats)
         # Its progress would stand where the training's does.
@@ -127,8 +132,8 @@ class TrainStage(Stage):
     def _launch(self, ctx: StageContext, final: Path) -> None:
         arguments = ctx.work / "arguments.json"
         arguments.write_text(json.dumps(self._arguments(ctx.work, final), indent=1))
-        # Beside the artifacts: the work folder is removed after publishing.
-        events = Path(os.environ.get("TENSORBOARD_LOGGING_DIR", ctx.store.root / ".runs")) / ctx.work.name
+        elsewhere = os.environ.get("TENSORBOARD_LOGGING_DIR")
+        events = Path(elsewhere) / ctx.work.name if elsewhere else runs_folder(ctx)
         launch(
             ctx,
             self.launcher,
@@ -146,6 +151,8 @@ class TrainStage(Stage):
             "model_name_or_path": str(self.checkpoint.path),
             "weights_digest": self.checkpoint.parts.get("weights"),
             "token_store": str(self.dataset.path),
+            "train_digest": self.dataset.parts.get("train"),
+            "eval_digest": self.dataset.parts.get("eval"),
             "output_dir": str(work),
             "final_dir": str(final),
             "stage": training.stage,

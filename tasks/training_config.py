@@ -3,7 +3,7 @@
 Each field says by its type whether it is part of the key of stage *train* (see `tasks.section`).
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
@@ -20,7 +20,7 @@ class TrainingConfig(Section):
     then, and use_distributed_optimizer, preflight and async_save have no effect."""
     finetuning_type: Literal["full", "lora"] = "full"
     """All weights, or adapters beside frozen weights (section `lora`)."""
-    global_batch_size: PositiveInt = 8
+    global_batch_size: int = Field(default=8, ge=1, le=10**6)
     """Sequences per optimizer step, over all ranks."""
     micro_batch_size: Execution[PositiveInt] = 1
     """Sequences per forward pass of one data-parallel rank."""
@@ -40,7 +40,7 @@ class TrainingConfig(Section):
     """How `warmup_stable_decay` falls."""
     warmup_ratio: float = Field(default=0.03, ge=0, lt=1)
     """Share of the steps over which the learning rate rises from 0."""
-    weight_decay: float = Field(default=0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0, le=10)
     """AdamW's, decoupled from the gradient."""
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """Decay of Adam's mean of the gradient."""
@@ -91,9 +91,19 @@ class TrainingConfig(Section):
     save_total_limit: Execution[PositiveInt] = 2
     """Checkpoints to resume from that are kept, the newest ones."""
     save_keep_every: Execution[NonNegativeInt] = 0
-    """Keep checkpoints of multiples of this many steps too; 0 for none."""
+    """Keep checkpoints of multiples of this many steps, and leave them in `<store>/.runs`; 0 for none."""
     async_save: Execution[bool] = True
     """Write checkpoints while training goes on."""
+
+    def identity(self) -> dict[str, Any]:
+        """Without the fields that others leave without effect."""
+        idle = {
+            "num_train_epochs": self.max_steps > 0,
+            "min_learning_rate": self.lr_scheduler_type == "constant",
+            "decay_ratio": self.lr_scheduler_type != "warmup_stable_decay",
+            "decay_style": self.lr_scheduler_type != "warmup_stable_decay",
+        }
+        return {name: value for name, value in super().identity().items() if not idle.get(name)}
 
 
 class ParallelConfig(Section):
@@ -177,7 +187,7 @@ class LauncherConfig(Section):
 class LoraConfig(Section):
     """LoRA, used when `training.finetuning_type` is `lora`; fields as those of PEFT."""
 
-    r: PositiveInt = 8
+    r: int = Field(default=8, ge=1, le=4096)
     """Rank of the adapters."""
     alpha: PositiveInt = 16
     """Adapters are scaled by alpha / r."""

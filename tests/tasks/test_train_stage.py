@@ -33,6 +33,7 @@ TRAINING = TrainingConfig(
     learning_rate=5e-3,
     precision="fp32",
     save_steps=2,
+    save_keep_every=16,
     seed=3,
     report_to=["tensorboard"],
 )
@@ -109,6 +110,10 @@ def test_the_artifact_is_a_checkpoint_with_the_figures_of_the_run(store, trained
     assert stats["preflight"]["seconds"] > 0
     events = store.root / ".runs" / f"train-{artifact.record.key}"
     assert len(list(events.glob("events.*"))) == 1, "they outlive the work folder"
+    lines = [json.loads(line) for line in (events / "training_log.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 20
+    assert (events / "logs" / "train.log").is_file()
+    assert [path.name for path in events.glob("checkpoint-*")] == ["checkpoint-16"]
 
 
 def test_layout_and_cadence_are_not_part_of_the_key_and_the_learning_rate_is(store, folder, trained):
@@ -134,6 +139,16 @@ def test_what_decides_the_best_model_is_part_of_the_key_where_it_is_the_result(s
     assert best.inputs()["held out"].digest == last.dataset.parts["eval"]
     assert best.identity()["eval_steps"] == 5
     assert best.space_needed() > last.space_needed()
+
+
+def test_fields_without_effect_are_not_part_of_the_key(store, folder):
+    last = replace(stage(store, folder), training=TRAINING.model_copy(update={"max_steps": 20}))
+    idle = {"num_train_epochs": 3.0, "decay_ratio": 0.5, "decay_style": "cosine", "mtp_loss_weight": 0.3}
+    assert replace(last, training=last.training.model_copy(update=idle)).identity() == last.identity()
+    stable = TRAINING.model_copy(update={"lr_scheduler_type": "warmup_stable_decay", "max_steps": -1})
+    identity = replace(last, training=stable).identity()
+    for field in ("num_train_epochs", "decay_ratio", "decay_style"):
+        assert replace(last, training=stable.model_copy(update={field: idle[field]})).identity() != identity
 
 
 def test_the_preference_loss_is_part_of_the_key_of_a_preference_training_only(store, folder):
