@@ -81,7 +81,7 @@ def main() -> int:
 def _figures(store: Path) -> tuple[tuple[str, ...], bool]:
     """What the newest training and evaluation of the store say, and whether that is progress."""
     records, opened = artifacts(store), ArtifactStore(store)
-    evaluation = next(artifact for artifact in opened.ls() if artifact.stage == "evaluate")
+    evaluation = [artifact for artifact in opened.ls() if artifact.stage == "evaluate"][-1]
     metrics = json.loads((evaluation.path / "metrics.json").read_text())
     stats = records["train"].stats
     curve = list(stats["curves"]["loss"].values())
