@@ -26,7 +26,7 @@ from mca_lib.models.training_rules import check_training_options
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from mca_lib.trainers.llama_factory import check_model as check_backend
 from mca_lib.trainers.tracking import tracker_problems
-from tasks.launchers.check import check_launcher, check_secrets
+from tasks.launchers.check import check_devices, check_launcher, check_secrets
 from tasks.store import ArtifactStore
 from tasks.train import tracker_secrets, training_space
 
@@ -56,6 +56,7 @@ def check_pending(config: PipelineConfig, again: Collection[str] = ()) -> None:
         store.require_writable()
     if "train" in pending:
         check_launcher(config.launcher)
+        check_devices(config.launcher, config.training)
         check_secrets(config.launcher, tracker_secrets(config.training))
         for problem in tracker_problems(config.training.report_to):
             raise ConfigError(f"training.report_to: {problem}")

@@ -267,7 +267,11 @@ def _open_stores(
     _check_objective(Path(data_args.token_store), finetuning_args.stage)
     training_args.batch_shape(training_args.world_size)
     has_eval = splits["eval"].is_dir() and training_args.do_eval
-    return open_split(splits["train"]), open_split(splits["eval"]) if has_eval else None
+    train_rows, eval_rows = open_split(splits["train"]), open_split(splits["eval"]) if has_eval else None
+    train_rows.digest = data_args.train_digest
+    if eval_rows is not None:
+        eval_rows.digest = data_args.eval_digest
+    return train_rows, eval_rows
 
 
 def preference_arguments(finetuning_args: FinetuningArguments) -> "PreferenceArguments":

@@ -69,6 +69,10 @@ class LoraPair(torch.nn.Module):
         if rows[0] < rows[1]:
             self.lora_B = torch.nn.Parameter(torch.zeros(rows[1] - rows[0], r))
 
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A and B. Read them by a call: only then does Megatron's hook of `overlap_param_gather` bring their values."""
+        return self.lora_A, self.lora_B
+
 
 def initial_A(name: str, r: int, inputs: int, seed: int) -> torch.Tensor:
     """PEFT's initial A [r, inputs], fp32: uniform within ±1/√inputs, which is `kaiming_uniform_` with a=√5.
@@ -139,8 +143,8 @@ class LoraLinear(torch.nn.Module):
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         """What is added to the layer's output, in the dtype of its input."""
-        A_RI = [self._summed(pair.lora_A, not self.is_row).to(x_TI.dtype) for pair in self.pairs]
-        hidden_TR = self._down(x_TI, A_RI)
+        matrices = [pair() for pair in self.pairs]
+        hidden_TR = self._down(x_TI, [self._summed(A, not self.is_row).to(x_TI.dtype) for A, _ in matrices])
         if self.sequence_parallel and self.is_row:
             hidden_TR = reduce_scatter_to_sequence_parallel_region(hidden_TR, group=self.group)
         elif self.sequence_parallel:
@@ -149,7 +153,7 @@ class LoraLinear(torch.nn.Module):
             hidden_TR = reduce_from_tensor_model_parallel_region(hidden_TR, group=self.group)
         elif not self.is_expert:
             hidden_TR = copy_to_tensor_model_parallel_region(hidden_TR, group=self.group)
-        return F.linear(hidden_TR, self._up().to(x_TI.dtype)) * self.scaling
+        return F.linear(hidden_TR, self._up([B for _, B in matrices]).to(x_TI.dtype)) * self.scaling
 
     def _summed(self, matrix: torch.Tensor, whole: bool) -> torch.Tensor:
         """A matrix that all ranks sharing an expert hold whole, with a gradient that is summed over them."""
@@ -173,20 +177,20 @@ class LoraLinear(torch.nn.Module):
             return tracker.fork(own if self.is_row else common)
         return tracker.fork() if self.is_row and not self.sequence_parallel else contextlib.nullcontext()
 
-    def _up(self) -> torch.Tensor:
+    def _up(self, B_OR: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """B of all modules [O, M·R], its rows in the order of the fused layer's, zero where they are another's."""
         if self.is_row:
-            return self._summed(self.pairs[0].lora_B, True)
-        blocks = [self._block(pair, segment) for pair, segment in self._blocks]
+            return self._summed(B_OR[0], True)
+        blocks = [self._block(B_OR, pair, segment) for pair, segment in self._blocks]
         return torch.cat(blocks) if len(blocks) > 1 else blocks[0]
 
-    def _block(self, number: int | None, segment: Segment) -> torch.Tensor:
+    def _block(self, B_OR: Sequence[torch.Tensor | None], number: int | None, segment: Segment) -> torch.Tensor:
         count = len(self.pairs)
         if number is None:
             first = self.pairs[0]
             return first.lora_A.new_zeros(segment.stop - segment.start, count * first.r)
         pair = self.pairs[number]
-        rows = pair.lora_B[segment.start - pair.rows[0] : segment.stop - pair.rows[0]]
+        rows = B_OR[number][segment.start - pair.rows[0] : segment.stop - pair.rows[0]]
         return F.pad(rows, (number * pair.r, (count - 1 - number) * pair.r))
 
     def hook(self, layer: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[Any, Any]:

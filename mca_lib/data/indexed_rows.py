@@ -66,6 +66,8 @@ class IndexedRows(Sequence[Row]):
         self.num_tokens: int = meta["tokens"]
         """Tokens that an epoch puts through the model."""
         self.largest_id: int = meta["largest_id"]
+        self.digest: str | None = None
+        """Of what it holds, where the caller knows it."""
         self._first_rows = np.cumsum([0, *map(len, corpora)])
 
     @classmethod

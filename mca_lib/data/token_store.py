@@ -50,6 +50,8 @@ class TokenStore(Sequence[Row]):
 
     def __init__(self, path: Path, arrays: dict[str, np.ndarray]) -> None:
         self.path = path
+        self.digest: str | None = None
+        """Of what it holds, where the caller knows it."""
         self._arrays = arrays
         self.tokens_T = arrays["tokens"]
         self._mask_bits = arrays["loss_mask"]

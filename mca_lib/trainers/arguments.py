@@ -30,6 +30,12 @@ class DataArguments:
     token_store: str | None = field(
         default=None, metadata={"help": "Directory with the splits `train` and `eval` of a token store."}
     )
+    train_digest: str | None = field(
+        default=None, metadata={"help": "Digest of the split `train`, where it is known; else it is computed."}
+    )
+    eval_digest: str | None = field(
+        default=None, metadata={"help": "Digest of the split `eval`, where it is known; else it is computed."}
+    )
 
 
 @dataclass

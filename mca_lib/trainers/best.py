@@ -68,4 +68,5 @@ def best_identity(args: TrainingArguments, held_out: Rows | None) -> dict[str, A
         "eval_steps": args.eval_steps,
         "eval rows": len(held_out),
         "eval tokens": held_out.num_tokens,
+        "eval data": held_out.digest,
     }

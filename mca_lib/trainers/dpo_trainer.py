@@ -91,8 +91,9 @@ class DPOTrainer(McaTrainer):
         return PairBatch.of(super()._collate(store, rows, length), rows, reference, context)
 
     def _data_identity(self) -> dict[str, Any]:
-        names = ("rows", "tokens", "total_steps", "global_batch_size", "seed", "precision")
-        return {name: value for name, value in super()._run_identity().items() if name in names}
+        names = ("base model", "rows", "tokens", "data", "total_steps", "global_batch_size", "seed", "precision")
+        identity = {name: value for name, value in super()._run_identity().items() if name in names}
+        return identity if self.eval_dataset is None else identity | {"eval data": self.eval_dataset.digest}
 
     def _run_identity(self) -> dict[str, Any]:
         return super()._run_identity() | {"preference": vars(self.preference)}

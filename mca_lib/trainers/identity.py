@@ -3,7 +3,11 @@
 from typing import Any
 
 from mca_lib.adapters.settings import targets_of
-from mca_lib.data.indexed_rows import Rows
+from mca_lib.checkpoint.base import base_digest
+from mca_lib.checkpoint.collective import from_rank_0
+from mca_lib.data.indexed_rows import IndexedRows, Rows
+from mca_lib.data.indexed_split import sampled_digest
+from mca_lib.data.statistics import split_digest
 from mca_lib.models import VirtualModels
 from mca_lib.trainers.schedule import BatchShape, Schedule
 from mca_lib.trainers.training_args import TrainingArguments
@@ -20,6 +24,22 @@ _MEGATRON_FIELDS = (
 )
 
 
+def identify_model(model: VirtualModels) -> None:
+    """Find the digest of the weights that the model came with, where nobody has said it; collective."""
+    if model.base_digest is None and model.source is not None:
+        model.base_digest = base_digest(model.source)
+
+
+def identify_rows(rows: Rows) -> None:
+    """Find the digest of what the split holds, where nobody has said it; collective.
+
+    Rank 0 reads a token store once, and of an indexed split the indices and a sample.
+    """
+    find = sampled_digest if isinstance(rows, IndexedRows) else split_digest
+    if rows.digest is None:
+        rows.digest = from_rank_0(lambda: find(rows))
+
+
 def run_identity(
     model: VirtualModels, args: TrainingArguments, rows: Rows, schedule: Schedule, shape: BatchShape
 ) -> dict[str, Any]:
@@ -28,6 +48,7 @@ def run_identity(
         **_model_identity(model),
         "rows": len(rows),
         "tokens": rows.num_tokens,
+        "data": rows.digest,
         "total_steps": schedule.total_steps,
         "global_batch_size": shape.global_batch_size,
         "seed": args.seed,
@@ -44,7 +65,7 @@ def run_identity(
 
 
 def _model_identity(model: VirtualModels) -> dict[str, Any]:
-    """The model that training starts from, by its sizes, and by the digest of its weights where that is known."""
+    """The model that training starts from, by its sizes, and by the digest of its weights."""
     config, lora = model.mca_config, model.lora_config
     named = ("model_type", "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
     identity: dict[str, Any] = {name: getattr(config, name) for name in named}

@@ -97,7 +97,8 @@ def _read(
             shutil.rmtree(path)
         elif path.exists():
             saved = read_record(path)["run"]
-            differing = [name for name, value in run.items() if saved.get(name) != value]
+            # A split that it does not have is no contradiction: all of it is computed anew.
+            differing = [name for name, value in run.items() if name in saved and saved[name] != value]
             if differing:
                 name = differing[0]
                 box[1] = (

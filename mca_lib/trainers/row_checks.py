@@ -53,11 +53,11 @@ def _check_indexed(store: IndexedRows, config: McaModelConfig) -> None:
         )
 
 
-def check_loss(store: Rows) -> None:
-    """Raise DataError when there is nothing to learn from."""
+def check_loss(store: Rows, purpose: str) -> None:
+    """Raise DataError when there is nothing to learn from, or to measure a loss on."""
     if store.num_loss_tokens == 0:
         raise DataError(
-            f"token store {store.path}: no token has loss, there is nothing to train on: look at the template and at "
+            f"token store {store.path}: no token has loss, there is nothing to {purpose}: look at the template and at "
             "what it masks (preview.md)"
         )
 

@@ -41,11 +41,14 @@ class BatchShape:
                 f"{self.micro_batch_size} × data parallel size {self.data_parallel_size} = {per_micro_batch}"
             )
 
+    def micro_batches(self, rows: int) -> int:
+        """Of each replica, in a step of so many rows."""
+        count = math.ceil(rows / (self.micro_batch_size * self.data_parallel_size))
+        return math.ceil(count / self.micro_batch_multiple) * self.micro_batch_multiple
+
     def deal(self, rows: Sequence[int], rank: int) -> list[list[int | None]]:
         """This data-parallel rank's micro batches; `None` fills the places for which there is no row."""
-        stride = self.micro_batch_size * self.data_parallel_size
-        count = math.ceil(len(rows) / stride)
-        count = math.ceil(count / self.micro_batch_multiple) * self.micro_batch_multiple
+        stride, count = self.micro_batch_size * self.data_parallel_size, self.micro_batches(len(rows))
         filled = [*rows, *[None] * (count * stride - len(rows))]
         starts = (m * stride + rank * self.micro_batch_size for m in range(count))
         return [filled[start : start + self.micro_batch_size] for start in starts]

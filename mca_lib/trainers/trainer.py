@@ -36,7 +36,7 @@ from mca_lib.trainers.callbacks import Callbacks
 from mca_lib.trainers.divergence import refuse_divergence
 from mca_lib.trainers.engine import Engine, StepMetrics
 from mca_lib.trainers.evaluation import evaluation_rows, evaluation_shape, total
-from mca_lib.trainers.identity import run_identity
+from mca_lib.trainers.identity import identify_model, identify_rows, run_identity
 from mca_lib.trainers.loss import Objective, TokenObjective
 from mca_lib.trainers.peak import flops_counter, peak_flops
 from mca_lib.trainers.preflight import Preflight, longest, preflight
@@ -177,20 +177,25 @@ class McaTrainer:
         # A save that was killed may fill the disk, and the preflight needs its room.
         from_rank_0(lambda: remove_leftovers(self.output_dir))
         from_rank_0(self._check_rows)
+        identify_model(self.model)
+        for store in filter(None, (self.train_dataset, self.eval_dataset)):
+            identify_rows(store)
 
     def _check_rows(self) -> None:
         for store in filter(None, (self.train_dataset, self.eval_dataset)):
             check_rows(store, self.model.mca_config)
-        check_loss(self.train_dataset)
+        check_loss(self.train_dataset, "train on")
+        if self.eval_dataset is not None and self.args.eval_strategy is not IntervalStrategy.NO:
+            check_loss(self.eval_dataset, "evaluate")
 
     def _longest_batches(self) -> list[MicroBatch]:
         """Micro batches of the longest rows that are trained on, as many as the pipeline holds at a time."""
         store, shape = self.train_dataset, self.shape
         trained = self.schedule.trained_rows
         rows = [store[row] for row in trained[longest(store.row_lengths[trained], shape.micro_batch_size)].tolist()]
-        per_step = len(shape.deal(range(shape.global_batch_size), 0))
         held = self.args.pipeline_model_parallel_size * (2 if len(self.model) > 1 else 1)
-        return [self._collate(store, rows, self._alignment.length(rows))] * min(per_step, held)
+        count = min(shape.micro_batches(shape.global_batch_size), held)
+        return [self._collate(store, rows, self._alignment.length(rows))] * count
 
     def _resume(self) -> tuple[int, Totals]:
         found = find_checkpoint(self.output_dir, self._run_identity())

@@ -103,11 +103,18 @@ class MegatronArguments(DistributingParallelArguments):
 class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
     """Arguments of the Megatron trainers. Raises ConfigError for values that it cannot honour."""
 
+    # transformers' 8 would fail, if the memory is for fewer, at the first evaluation.
+    per_device_eval_batch_size: int | None = field(
+        default=None, metadata={"help": "Rows of an evaluation's micro batch; default: per_device_train_batch_size."}
+    )
+
     def __post_init__(self) -> None:
         self._refuse_ignored_fields()
         on_cpu = current_platform().device_type == "cpu"
         if self.use_cpu and not on_cpu:
             raise ConfigError("use_cpu=True, but this process sees a CUDA device: hide it with CUDA_VISIBLE_DEVICES=''")
+        if self.per_device_eval_batch_size is None:
+            self.per_device_eval_batch_size = self.per_device_train_batch_size
         for name in ("logging_steps", "save_steps", "eval_steps"):
             if 0 < (getattr(self, name) or 0) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: use a whole number of steps")

@@ -1,6 +1,7 @@
 """What a launcher lacks on this machine, said before anything runs."""
 
 import os
+import shutil
 import socket
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 from mca_lib.errors import ConfigError
 from mca_lib.launch_plan import split_endpoint
 from tasks.launchers.slurm import check_client
-from tasks.training_config import LauncherConfig
+from tasks.training_config import LauncherConfig, TrainingConfig
 
 
 def launcher_problems(launcher: LauncherConfig) -> Iterator[str]:
@@ -44,6 +45,15 @@ def check_launcher(launcher: LauncherConfig) -> None:
         raise ConfigError(f"launcher.interface: this machine has no {launcher.interface}; it has {known}")
     if launcher.kind == "nodes":
         _check_endpoint(str(launcher.rdzv_endpoint))
+
+
+def check_devices(launcher: LauncherConfig, training: TrainingConfig) -> None:
+    """Raise ConfigError for options that need a GPU, where the ranks are of this machine and it clearly has none."""
+    if launcher.kind != "local" or any(Path("/dev").glob("nvidia*")) or shutil.which("nvidia-smi"):
+        return
+    for name in ("fp8", "optimizer_offload_fraction"):
+        if value := getattr(training, name):
+            raise ConfigError(f"training.{name}: {value} needs a GPU, and this machine has none; leave it out")
 
 
 def check_secrets(launcher: LauncherConfig, names: Sequence[str]) -> None:

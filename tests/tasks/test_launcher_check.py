@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from mca_lib.errors import ConfigError, ResourceError
-from tasks.launchers.check import check_launcher, check_secrets, launcher_problems
-from tasks.training_config import LauncherConfig, SlurmConfig
+from tasks.launchers.check import check_devices, check_launcher, check_secrets, launcher_problems
+from tasks.training_config import LauncherConfig, SlurmConfig, TrainingConfig
 
 NODES = {"kind": "nodes", "nnodes": 2, "rdzv_endpoint": "127.0.0.1:29500"}
 
@@ -44,6 +44,22 @@ def test_an_endpoint_must_be_a_free_port_of_this_machine():
     # 192.0.2.0/24 is of documentation, no machine's.
     with pytest.raises(ConfigError, match=r"launcher.rdzv_endpoint: 192.0.2.1:29500: .*an address of this machine"):
         check_launcher(LauncherConfig(**NODES | {"rdzv_endpoint": "192.0.2.1:29500"}))
+
+
+@pytest.mark.parametrize("fields", [{"fp8": "hybrid"}, {"optimizer_offload_fraction": 0.5}], ids=["fp8", "offload"])
+def test_what_needs_a_gpu_is_refused_where_there_is_clearly_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fields: dict
+):
+    training = TrainingConfig(preflight=False, **fields)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(Path, "glob", lambda *_: iter(()))
+    with pytest.raises(ConfigError, match=f"training.{next(iter(fields))}: .* needs a GPU, and this machine has none"):
+        check_devices(LauncherConfig(), training)
+    check_devices(LauncherConfig(), TrainingConfig())
+    check_devices(LauncherConfig(kind="slurm"), training)
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    check_devices(LauncherConfig(), training)
 
 
 def test_ranks_are_counted_where_they_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

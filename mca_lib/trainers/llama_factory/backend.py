@@ -39,6 +39,7 @@ from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig, read_json
 from mca_lib.parallel import init_process_group
 from mca_lib.platforms import current_platform
+from mca_lib.trainers.identity import identify_rows
 from mca_lib.trainers.llama_factory import check_model, files, rows
 from mca_lib.trainers.llama_factory.record import Record
 from mca_lib.trainers.llama_factory.trainers import PairTrainer, TokenTrainer
@@ -99,10 +100,11 @@ def train(
         size = training_args.per_device_eval_batch_size
         data["eval_dataset"] = rows.evaluation(eval_rows, size, shape.data_parallel_size, make_item)
 
+    identify_rows(train_rows)
     run = _identity(training_args, finetuning_args, schedule, train_rows, base, preference)
     found = find_checkpoint(output_dir, run)
     saved = read_json(found / STATE_NAME, ConfigError) if found else {"step": 0, "totals": {}}
-    start, adapter = from_rank_0(lambda: _prepare(training_args, source, output_dir, lora))
+    start, adapter = from_rank_0(lambda: _prepare(training_args, source, base, output_dir, lora))
     has_eval = eval_rows is not None
     arguments = _arguments(
         training_args, finetuning_args, start, found, micro_batches=micro_batches.per_step, has_eval=has_eval
@@ -140,14 +142,14 @@ def train(
 
 
 def _prepare(
-    args: "TrainingArguments", source: Path, output_dir: Path, lora: AdapterFiles | None
+    args: "TrainingArguments", source: Path, base: str, output_dir: Path, lora: AdapterFiles | None
 ) -> tuple[Path, Path | None]:
     """The directories to start from; rank 0 only."""
     half = "bfloat16" if args.bf16 else "float16" if args.fp16 else "float32"
     output_dir.mkdir(parents=True, exist_ok=True)
     files.empty(output_dir / files.OUTPUT)
     # Weights that are trained are fp32 beside autocast, and so must be those of a reference that agrees with them.
-    start = files.hugging_face_directory(source, output_dir, half if lora else "float32")
+    start = files.hugging_face_directory(source, base, output_dir, half if lora else "float32")
     return start, files.initial_adapter(lora, args.seed, output_dir) if lora else None
 
 
@@ -213,6 +215,7 @@ def _identity(
         "base model": base,
         "rows": len(train_rows),
         "tokens": train_rows.num_tokens,
+        "data": train_rows.digest,
         "total_steps": schedule.total_steps,
         "global_batch_size": schedule.global_batch_size,
         "lr_scheduler_type": args.lr_scheduler_type.value,

@@ -1,6 +1,6 @@
 """What LLaMA-Factory starts from, and what becomes of its result; rank 0 does it, and no model is held in memory.
 
-<output_dir>/start/          the model as a Hugging Face directory
+<output_dir>/start-*/        the model as a Hugging Face directory, by digest and dtype
 <output_dir>/start-adapter/  the initial adapter, with the values that it has on Megatron-Core
 <output_dir>/llama_factory/  where its trainers write; emptied before each attempt
 """
@@ -23,11 +23,11 @@ from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 START, START_ADAPTER, OUTPUT = "start", "start-adapter", "llama_factory"
 
 
-def hugging_face_directory(source: Path, output_dir: Path, dtype: str) -> Path:
-    """`source` itself where it is one, else what an MCA checkpoint exports to."""
+def hugging_face_directory(source: Path, base: str, output_dir: Path, dtype: str) -> Path:
+    """`source`, of the digest `base`, itself where it is one, else what an MCA checkpoint exports to."""
     if not is_mca_checkpoint(source):
         return source
-    directory = output_dir / START
+    directory = output_dir / f"{START}-{base[:16]}-{dtype}"
     if not directory.is_dir():  # written whole or not at all
         export_hf(source, directory, dtype=dtype)
     return directory

@@ -18,7 +18,7 @@ from tests.mca_lib.adapters.lora_ranks import (
 from tests.mca_lib.adapters.plain_lora import plain_gradients, plain_training
 from tests.mca_lib.checkpoint.expert_ranks import make_sources
 from tests.mca_lib.trainers.preference_training import make_pair_store
-from tests.mca_lib.trainers.training import history, make_store
+from tests.mca_lib.trainers.training import history, in_buckets, make_store
 from tests.ranks import RankError
 
 PLAIN = {"llama": "peft", "qwen3": "peft", "qwen3-moe": "functional", "deepseek-mtp": "functional"}
@@ -27,8 +27,11 @@ STEPS = 10
 TOLERANCE = 1e-5
 
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
 LAYOUTS = {
     "one rank": (1, {}),
+    "DP2 with overlap": (2, OVERLAP),
+    "EP2 with overlap": (2, {"expert_model_parallel_size": 2, **OVERLAP}),
     "full recomputation": (1, {"recompute_granularity": "full"}),
     "TP2": (2, {"tensor_model_parallel_size": 2}),
     "TP2 SP": (2, SEQUENCE),
@@ -127,13 +130,18 @@ def test_training_equals_pefts(ranks, folder, alone, variant):
 
 @pytest.mark.parametrize(
     ("variant", "layout"),
-    [("llama", "PP2 VPP2"), ("qwen3-moe", "TP2 SP ETP1")],
+    [
+        ("llama", "PP2 VPP2"),
+        ("qwen3-moe", "TP2 SP ETP1"),
+        ("qwen3-moe", "DP2 with overlap"),
+        ("deepseek-mtp", "EP2 with overlap"),
+    ],
 )
 def test_every_layout_trains_the_same_adapter(ranks, folder, alone, variant, layout):
     world_size, options = LAYOUTS[layout]
     out = f"{folder}/{variant} {layout} trained"
     options = {"max_steps": STEPS, **options}
-    values = ranks(world_size, train_lora, f"{folder}/{variant}", f"{folder}/store", out, options, {})
+    values = ranks(world_size, in_buckets, train_lora, f"{folder}/{variant}", f"{folder}/store", out, options, {})
     curve, adapter = alone(variant)
     np.testing.assert_allclose(history(values), curve, rtol=TOLERANCE)
     assert_same_adapter(load_file(f"{out}/final/{WEIGHTS_NAME}"), adapter)
@@ -184,14 +192,15 @@ def test_a_bf16_training_keeps_fp32_adapters(ranks, folder, alone):
 def test_preferences_begin_at_the_model_without_adapters_and_train_the_same_everywhere(ranks, folder):
     make_pair_store(folder / "pairs", rows=8)
     curves = []
-    for layout in ("one rank", "TP2 SP"):
+    for layout in ("one rank", "TP2 SP", "DP2 with overlap"):
         world_size, options = LAYOUTS[layout]
         places = f"{folder}/qwen3", f"{folder}/pairs", f"{folder}/pairs {layout}"
         log = ranks(world_size, train_preferences, *places, {"max_steps": 5, **options}, {"lora_dropout": 0.1})[0]
         curves.append([line["loss"] for line in log])
     assert curves[0][0] == pytest.approx(math.log(2), abs=1e-6)
     assert curves[0][-1] < curves[0][0]
-    np.testing.assert_allclose(curves[1], curves[0], rtol=TOLERANCE)
+    for curve in curves[1:]:
+        np.testing.assert_allclose(curve, curves[0], rtol=TOLERANCE)
 
 
 def test_a_stage_without_anything_to_train_is_refused_by_all_ranks(ranks, folder):

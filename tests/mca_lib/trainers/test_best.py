@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mca_lib.checkpoint.sealed import RECORD_NAME
-from tests.mca_lib.trainers.test_resume import damage, same_weights, train_until
+from tests.mca_lib.trainers.test_resume import change_tokens, damage, same_weights, train_until
 from tests.mca_lib.trainers.training import history, make_model, make_store, read_json, train
 from tests.ranks import RankError
 
@@ -63,6 +63,10 @@ def test_a_resumed_run_ends_with_the_same_best_model(ranks, folder, whole, damag
     assert read_json(out / "checkpoint-9" / "trainer.json")["best"]["step"] == best
     if damaged:
         damage(max((out / f"best-{best}" / "model").glob("*.distcp"), key=lambda path: path.stat().st_size))
+    else:  # of as many held-out rows and tokens
+        change_tokens(Path(shutil.copytree(folder / "store", folder / "other")) / "eval")
+        with pytest.raises(RankError, match=r"CheckpointError: .* was made with eval data="):
+            ranks(2, train, places[0], f"{folder}/other", str(out), BEST)
     resumed = ranks(2, train, *places, str(out), BEST)
     assert len(list(out.glob("damaged-checkpoint-*"))) == (2 if damaged else 0), "checkpoints that name it go with it"
     assert resumed[0]["result"]["best"] == whole[0]["result"]["best"]

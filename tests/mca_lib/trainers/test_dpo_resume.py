@@ -1,6 +1,7 @@
 """A preference training that was killed goes on with the same reference, and ends with the same bits."""
 
 import json
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.mca_lib.trainers.preference_training import history, make_pair_store, train
-from tests.mca_lib.trainers.test_resume import damage, same_weights
+from tests.mca_lib.trainers.preference_training import history, make_pair_store, make_trainer, train
+from tests.mca_lib.trainers.test_resume import change_tokens, change_weights, damage, same_weights
 from tests.mca_lib.trainers.training import kill_in_step, make_model
 from tests.ranks import RankError
 
@@ -26,7 +27,6 @@ LAYOUTS = {
 def folder(ranks, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dpo resume")
     ranks(1, make_model, folder / "model")
-    ranks(1, make_model, folder / "other model", 0.0, True)
     make_pair_store(folder / "store", rows=18)
     make_pair_store(folder / "store", rows=5, split="eval", seed=9)
     return folder
@@ -35,6 +35,17 @@ def folder(ranks, tmp_path_factory) -> Path:
 def train_until(model: str, store: str, out: str, options: dict[str, Any], step: int) -> None:
     kill_in_step(step, signal.SIGKILL)
     train(model, store, out, options, PREFERENCE)
+
+
+def train_changed(model: str, store: str, out: str, options: dict[str, Any]) -> None:
+    """With weights that are changed after they were loaded."""
+    import torch
+
+    trainer = make_trainer(model, store, out, options, PREFERENCE)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.mul_(2)
+    trainer.train()
 
 
 def interrupted(ranks, folder: Path, name: str, world_size: int, options: dict[str, Any], step: int) -> Path:
@@ -90,8 +101,15 @@ def test_another_layout_goes_on_with_the_reference_that_is_there(ranks, folder):
 
 def test_the_reference_of_another_model_or_run_is_refused(ranks, folder):
     out = interrupted(ranks, folder, "foreign", 1, OPTIONS, 1)
+    change_weights(Path(shutil.copytree(folder / "model", folder / "other weights")))
+    with pytest.raises(RankError, match=r"CheckpointError: .*reference was made with base model='\w+', this run has"):
+        ranks(1, train, f"{folder}/other weights", f"{folder}/store", str(out), OPTIONS, PREFERENCE)
     with pytest.raises(RankError, match=r"CheckpointError: .*reference holds log-probabilities of another model"):
-        ranks(1, train, f"{folder}/other model", f"{folder}/store", str(out), OPTIONS, PREFERENCE)
+        ranks(1, train_changed, f"{folder}/model", f"{folder}/store", str(out), OPTIONS)
+    for split, name in (("train", "data"), ("eval", "eval data")):
+        change_tokens(Path(shutil.copytree(folder / "store", folder / f"other {split}")) / split)
+        with pytest.raises(RankError, match=rf"CheckpointError: .*reference was made with {name}="):
+            ranks(1, train, f"{folder}/model", f"{folder}/other {split}", str(out), OPTIONS, PREFERENCE)
     with pytest.raises(RankError, match=r"CheckpointError: .*reference was made with total_steps=10"):
         ranks(1, train, f"{folder}/model", f"{folder}/store", str(out), {**OPTIONS, "max_steps": 3}, PREFERENCE)
 

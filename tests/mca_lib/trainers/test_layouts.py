@@ -114,11 +114,14 @@ def plain_tied(ranks, folder) -> np.ndarray:
     return np.array(ranks(1, plain_training, f"{folder}/tied", f"{folder}/store", STEPS)[0])
 
 
-@pytest.mark.parametrize("layout", ["TP2", "PP2 in two chunks"])
+TIED = {name: LAYOUTS[name] for name in ("TP2", "PP2 in two chunks")} | {"DP2 with overlap": OVERLAPS["DP2"]}
+
+
+@pytest.mark.parametrize("layout", TIED)
 def test_the_same_with_tied_embeddings_and_a_padded_vocabulary(ranks, folder, plain_tied, layout):
-    world_size, options = LAYOUTS[layout]
-    options = {"max_steps": STEPS, **options}
-    values = ranks(world_size, train, f"{folder}/tied", f"{folder}/store", f"{folder}/tied {layout}", options)
+    world_size, options = TIED[layout]
+    function, options = train_in_buckets if "overlap" in layout else train, {"max_steps": STEPS, **options}
+    values = ranks(world_size, function, f"{folder}/tied", f"{folder}/store", f"{folder}/tied {layout}", options)
     np.testing.assert_allclose(history(values), plain_tied, rtol=0, atol=TOLERANCE)
 
 
@@ -190,7 +193,7 @@ EXPERT_LAYOUTS = {
     "TP2 with sequence parallelism": LAYOUTS["TP2 with sequence parallelism"],
     "PP2": LAYOUTS["PP2"],
     "CP2": LAYOUTS["CP2"],
-    "DP2": LAYOUTS["DP2"],
+    "DP2 with overlap": OVERLAPS["DP2"],
     "micro batch of 2": LAYOUTS["micro batch of 2"],
     "full recomputation": LAYOUTS["full recomputation"],
 }
@@ -219,8 +222,9 @@ def experts(ranks, folder):
 @pytest.mark.parametrize("variant", ["qwen2-moe", "deepseek-mtp"])
 def test_models_with_experts_train_the_same_at_every_layout(ranks, folder, experts, variant, layout):
     world_size, options = EXPERT_LAYOUTS[layout]
-    options = {"max_steps": EXPERT_STEPS, **BALANCE[variant], **options}
-    values = ranks(world_size, train, f"{folder}/{variant}", f"{folder}/store", f"{folder}/{variant} {layout}", options)
+    function, options = train_in_buckets if "overlap" in layout else train, {**BALANCE[variant], **options}
+    places = f"{folder}/{variant}", f"{folder}/store", f"{folder}/{variant} {layout}"
+    values = ranks(world_size, function, *places, {"max_steps": EXPERT_STEPS, **options})
     np.testing.assert_allclose(history(values), experts[variant], rtol=0, atol=TOLERANCE)
     for name in ("expert_load_imbalance", "moe_aux_loss"):
         measured = [line[name] for line in values[0]["log"]]

@@ -6,7 +6,9 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.mca_lib.checkpoint.expert_ranks import make_sources
 from tests.mca_lib.trainers.training import (
@@ -187,6 +189,17 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
+def change_weights(model: Path) -> None:
+    """By a little, and none of their sizes."""
+    tensors = load_file(model / "model.safetensors")
+    save_file({name: tensor * 1.001 for name, tensor in tensors.items()}, model / "model.safetensors", {"format": "pt"})
+
+
+def change_tokens(split: Path) -> None:
+    tokens_T = np.load(split / "tokens.npy")
+    np.save(split / "tokens.npy", tokens_T[::-1])
+
+
 @pytest.mark.parametrize("damaged", [("checkpoint-6",), ("checkpoint-4", "checkpoint-6")], ids=["newest", "all"])
 def test_damaged_checkpoints_are_set_aside_for_the_one_before_or_the_start(ranks, folder, damaged):
     places, out = (f"{folder}/model", f"{folder}/store"), folder / f"{len(damaged)} damaged"
@@ -209,6 +222,12 @@ def test_a_checkpoint_of_a_run_with_other_settings_is_refused(ranks, folder):
     ranks(1, make_model, folder / "other model", 0.1, False, 131)
     with pytest.raises(RankError, match=r"CheckpointError: .*made with vocab_size=128, this run has 131"):
         ranks(1, train, f"{folder}/other model", places[1], str(out), OPTIONS)
+    change_weights(Path(shutil.copytree(folder / "model", folder / "other weights")))
+    with pytest.raises(RankError, match=r"CheckpointError: .*made with base model='\w+', this run has"):
+        ranks(1, train, f"{folder}/other weights", places[1], str(out), OPTIONS)
+    change_tokens(Path(shutil.copytree(folder / "store", folder / "other store")) / "train")
+    with pytest.raises(RankError, match=r"CheckpointError: .*made with data='\w+', this run has"):
+        ranks(1, train, places[0], f"{folder}/other store", str(out), OPTIONS)
 
 
 def test_the_result_says_what_was_trained(ranks, folder):

@@ -55,6 +55,6 @@ def test_rows_without_tokens_are_refused(tmp_path):
 
 
 def test_rows_without_any_loss_are_refused(tmp_path):
-    check_loss(store(tmp_path / "one", [[1, 2]]))
-    with pytest.raises(DataError, match="no token has loss"):
-        check_loss(store(tmp_path / "none", [[1, 2]], mask=False))
+    check_loss(store(tmp_path / "one", [[1, 2]]), "train on")
+    with pytest.raises(DataError, match="no token has loss, there is nothing to train on"):
+        check_loss(store(tmp_path / "none", [[1, 2]], mask=False), "train on")

@@ -230,8 +230,15 @@ def test_a_step_without_any_loss_changes_nothing_and_has_no_loss(ranks, folder):
 
 def test_rows_without_any_loss_are_refused_before_the_first_step(ranks, folder):
     make_store(folder / "masked", rows=4, masked=range(4))
-    with pytest.raises(RankError, match=r"DataError: token store .*: no token has loss"):
+    with pytest.raises(RankError, match=r"DataError: token store .*train: no token has loss"):
         ranks(1, train, f"{folder}/model", f"{folder}/masked", f"{folder}/masked out", {"max_steps": 1})
+    make_store(folder / "held masked", rows=4)
+    make_store(folder / "held masked", rows=2, split="eval", masked=range(2))
+    places, out = (f"{folder}/model", f"{folder}/held masked"), folder / "held out"
+    options = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    with pytest.raises(RankError, match=r"DataError: token store .*eval: no token has loss, .* nothing to evaluate"):
+        ranks(1, train, *places, str(out), options)
+    assert not (out / "training_log.jsonl").exists()
 
 
 def both_weights(one: Path, other: Path) -> tuple[float, float]:

@@ -7,6 +7,7 @@ import pytest
 import transformers
 
 from mca_lib.errors import ConfigError
+from mca_lib.trainers.evaluation import evaluation_shape
 from mca_lib.trainers.training_args import HARMLESS, HONOURED, Seq2SeqTrainingArguments, TrainingArguments
 
 
@@ -82,6 +83,12 @@ def test_bf16_needs_no_gpu():
 def test_the_batch_follows_from_transformers_names_or_from_the_global_size(options, world_size, expected):
     shape = TrainingArguments(output_dir="out", **options).batch_shape(world_size)
     assert (shape.global_batch_size, shape.micro_batch_size, shape.data_parallel_size) == expected
+
+
+@pytest.mark.parametrize(("options", "rows"), [({}, 2), ({"per_device_eval_batch_size": 3}, 3)])
+def test_an_evaluation_takes_as_many_rows_at_once_as_training_unless_told(options, rows):
+    args = TrainingArguments(output_dir="out", per_device_train_batch_size=2, **options)
+    assert evaluation_shape(args, args.batch_shape(1)).micro_batch_size == rows
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -97,14 +97,19 @@ def train(model: str, store: str, out: str, options: dict[str, Any]) -> dict[str
     return {"result": asdict(result), "log": log}
 
 
-def train_in_buckets(model: str, store: str, out: str, options: dict[str, Any], kill_at: int = 0) -> dict[str, Any]:
-    """`train` with gradient buffers of many buckets, which is what overlap is about; may be killed in a step."""
+def in_buckets[T](function: Callable[..., T], *arguments: Any) -> T:
+    """Call it with gradient buffers of many buckets, which is what overlap is about."""
     from mca_lib.trainers import gradients
 
     gradients.BUCKET_SIZE = 2000
+    return function(*arguments)
+
+
+def train_in_buckets(model: str, store: str, out: str, options: dict[str, Any], kill_at: int = 0) -> dict[str, Any]:
+    """`train` in many buckets; may be killed in a step."""
     if kill_at:
         kill_in_step(kill_at, signal.SIGKILL)
-    return train(model, store, out, options)
+    return in_buckets(train, model, store, out, options)
 
 
 def kill_in_step(step: int, kill: int) -> None:
