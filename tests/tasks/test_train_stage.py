@@ -14,6 +14,7 @@ from typing import ClassVar
 import psutil
 import pytest
 
+from mca_lib.checkpoint.sealed import RECORD_NAME, new_staging, seal
 from mca_lib.errors import CheckpointError, ConfigError
 from tasks.canonical import JSON
 from tasks.contract import Produced, Stage, StageContext
@@ -131,6 +132,13 @@ def test_layout_and_cadence_are_not_part_of_the_key_and_the_learning_rate_is(sto
     assert [change.field for change in other.changed] == ["identity.learning_rate"]
 
 
+def test_ranks_are_told_the_digests_of_what_they_read(store, folder, tmp_path):
+    trained = stage(store, folder)
+    told = trained._arguments(tmp_path, tmp_path / "final")
+    names = ("weights_digest", "train_digest", "eval_digest")
+    assert [told[name] for name in names] == [trained.checkpoint.parts.get("weights"), "rows", "rows eval"]
+
+
 def test_what_decides_the_best_model_is_part_of_the_key_where_it_is_the_result(store, folder):
     last = stage(store, folder)
     assert last.inputs().keys() == {"checkpoint", "dataset"}
@@ -220,7 +228,10 @@ def test_stopped_while_it_takes_the_checkpoint_over_it_publishes_the_whole_one_n
     store = ArtifactStore(folder / "halfway")
     half = stage(store, folder)
     final = store.work("train", trained.artifact.key) / "final"
-    shutil.copytree(trained.artifact.path, final, ignore=shutil.ignore_patterns(".artifact.json"))
+    staging = new_staging(final.parent)
+    ignore = shutil.ignore_patterns(".artifact.json")
+    shutil.copytree(trained.artifact.path, staging, ignore=ignore, dirs_exist_ok=True)
+    seal(staging, final, {})
     (final.parent / "train_result.json").write_text(json.dumps(trained.artifact.stats))
     once = iter([link])
     with monkeypatch.context() as patch:
@@ -229,6 +240,45 @@ def test_stopped_while_it_takes_the_checkpoint_over_it_publishes_the_whole_one_n
             ensure(store, half)
     again = ensure(store, half).artifact
     assert (again.digest, again.record.files.keys()) == (trained.artifact.digest, trained.artifact.record.files.keys())
+
+
+def cut(work: Path) -> None:
+    (work / "final" / "adapter_model.safetensors").write_bytes(b"adapter")
+
+
+@pytest.mark.parametrize(
+    ("damage", "launches"),
+    [
+        (lambda work: None, 1),
+        (cut, 2),
+        (lambda work: (work / "final" / RECORD_NAME).unlink(), 2),
+        (lambda work: (work / "train_result.json").write_text(""), 2),
+        (lambda work: (work / "train_result.json").write_text("[]"), 2),
+    ],
+    ids=["whole", "weights", "record", "empty result", "other result"],
+)
+def test_what_an_attempt_left_is_published_when_it_is_whole(folder, tmp_path, monkeypatch, damage, launches):
+    store, works = ArtifactStore(tmp_path), []
+
+    def train(ctx: StageContext, *_, **__) -> None:
+        works.append(ctx.work)
+        staging = new_staging(ctx.work)
+        (staging / "adapter_model.safetensors").write_bytes(b"whole adapter")
+        seal(staging, ctx.work / "final", {})
+        (ctx.work / "train_result.json").write_text('{"steps": 20}')
+
+    monkeypatch.setattr("tasks.train.launch", train)
+    lora = replace(stage(store, folder), training=LORA)
+    with monkeypatch.context() as patch:
+        patch.setattr("tasks.train.link_tree", lambda *_: next(iter(())))
+        with pytest.raises(StopIteration):
+            ensure(store, lora)
+    damage(works[0])
+    artifact = ensure(store, lora).artifact
+    assert len(works) == launches
+    assert (artifact.path / "adapter_model.safetensors").read_bytes() == b"whole adapter"
+    assert artifact.record.files.keys() == {"adapter_model.safetensors"}
+    assert artifact.stats["steps"] == 20
 
 
 def test_a_defect_in_a_rank_comes_with_that_ranks_traceback(store, folder):

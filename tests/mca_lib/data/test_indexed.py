@@ -2,6 +2,7 @@
 
 import filecmp
 import os
+import shutil
 import signal
 from collections import Counter
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from mca_lib.data.indexed_format import token_dtype, write_index
 from mca_lib.data.indexed_rows import IndexedRows, open_split
+from mca_lib.data.indexed_split import sampled_digest
 from mca_lib.data.token_store import IGNORE_INDEX, TokenStore
 from tests.mca_lib.data.conftest import VOCAB_SIZE, write_jsonl
 from tests.mca_lib.data.indexed_ranks import build_in_parts, kill_and_resume, read_by_megatron
@@ -181,6 +183,14 @@ def test_rows_are_sequences_that_travel_to_workers_by_path(rows):
     assert np.array_equal(again[-1].input_ids, rows[len(rows) - 1].input_ids)
     with pytest.raises(IndexError):
         rows[len(rows)]
+
+
+def test_other_tokens_of_the_same_lengths_have_another_digest(rows, tmp_path):
+    split = Path(shutil.copytree(rows.path, tmp_path / "train"))
+    assert sampled_digest(open_split(split)) == sampled_digest(rows)
+    corpus = next(split.glob("*.bin"))
+    np.fromfile(corpus, dtype=rows.corpora[0].tokens.tokens_T.dtype)[::-1].tofile(corpus)
+    assert sampled_digest(open_split(split)) != sampled_digest(rows)
 
 
 def test_a_large_corpus_opens_in_less_than_a_second(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mca_lib.checkpoint.sealed import find_damage
 from mca_lib.errors import ConfigError
 from tests.mca_lib.trainers.preference_training import make_pair_store
 from tests.mca_lib.trainers.training import HYPERPARAMETERS, make_store
@@ -78,17 +80,22 @@ def test_the_curves_are_those_of_megatron_core(ranks, folder, stage, world_size)
 
 
 def run_until_sigterm(folder: str, name: str, options: dict[str, Any], step: int) -> int | str | None:
-    """The same, with SIGTERM in the middle of a step; the exit status."""
+    """The same, with SIGTERM in the middle of a step, or in the evaluation after the last one; the exit status."""
     from mca_lib.trainers.llama_factory.record import Record
 
-    original = Record.on_step_begin
+    original, evaluated = Record.on_step_begin, Record.evaluated
 
     def begin(self, *args, **kwargs):
         if self.step == step:
             os.kill(os.getpid(), signal.SIGTERM)
         original(self, *args, **kwargs)
 
-    Record.on_step_begin = begin
+    def evaluate(self, *args):
+        if self.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return evaluated(self, *args)
+
+    Record.on_step_begin, Record.evaluated = begin, evaluate
     try:
         run(folder, name, options)
     except SystemExit as stopped:
@@ -114,6 +121,12 @@ def test_a_stopped_run_goes_on_where_it_was(ranks, folder):
     assert len(list(stopped.glob("damaged-checkpoint-5-*"))) == 1
     assert [line["step"] for line in theirs if "loss" in line] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(history(theirs), history(ours), rtol=TOLERANCE)
+    result = json.loads((stopped / "train_result.json").read_text())
+    assert ranks(1, run_until_sigterm, str(folder), "stopped", lora, STEPS) == [128 + signal.SIGTERM]
+    again = json.loads((stopped / "train_result.json").read_text())
+    names = ("steps", "final_loss", "train_loss", "eval_loss", "seconds", "curves")
+    assert [again[name] for name in names] == [result[name] for name in names], "no step is made again"
+    assert find_damage(stopped / "final") is None
     settings = [json.loads((folder / name / "final/adapter_config.json").read_text()) for name in ("lora", "stopped")]
     assert settings[0] == settings[1]
 
@@ -156,6 +169,29 @@ def test_llama_factory_is_as_the_backend_knows_it(ranks):
         "name of the loss not passed": True,
         "padding without gradient": 3,
     }
+
+
+def test_a_model_is_exported_anew_for_another_model_or_dtype(folder, tmp_path):
+    from safetensors.torch import load_file
+
+    from mca_lib.converter.stream import convert_hf
+    from mca_lib.trainers.llama_factory.files import hugging_face_directory
+    from tests.mca_lib.trainers.test_resume import change_weights
+
+    change_weights(Path(shutil.copytree(folder / "model", tmp_path / "other")))
+    starts = []
+    for name, model in (("model", folder / "model"), ("other", tmp_path / "other")):
+        convert_hf(model, tmp_path / f"mca {name}")
+        starts += [(tmp_path / f"mca {name}", name, tmp_path, dtype) for dtype in ("float32", "bfloat16")]
+    found = [hugging_face_directory(*start) for start in starts]
+    assert [hugging_face_directory(*start) for start in starts] == found
+    written = found[0] / "model.safetensors"
+    whole = written.read_bytes()
+    written.write_bytes(whole[:-1])
+    hugging_face_directory(*starts[0])
+    assert written.read_bytes() == whole, "a damaged one is not used"
+    embeddings = [load_file(path / "model.safetensors")["model.embed_tokens.weight"] for path in found]
+    assert len({(e.dtype, e.double().sum().item()) for e in embeddings}) == 4
 
 
 @pytest.mark.parametrize(
