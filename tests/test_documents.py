@@ -50,9 +50,9 @@ def test_the_examples_load_a_model_and_train_it_on_two_ranks(tmp_path: Path) -> 
 
     assert run.returncode == 0, run.stderr
     rows = json.loads((tmp_path / "model" / "config.json").read_text())["vocab_size"]
-    printed = run.stdout.splitlines()
-    assert printed.count(f"(1, 4, {padded_vocab_size(rows, 2) // 2}) torch.float32") == 4
-    assert any(line.startswith("refused: ") and "loaded: exists and is not empty" in line for line in printed)
+    # Two ranks share the pipe, so only what is written at once is whole: not a line.
+    assert run.stdout.count(f"(1, 4, {padded_vocab_size(rows, 2) // 2})") == run.stdout.count("torch.float32") == 4
+    assert run.stdout.count("loaded: exists and is not empty") == 2
     names = ("model", "loaded", "trained/hf")
     before, after, trained = (load_file(tmp_path / name / "model.safetensors") for name in names)
     assert before.keys() == after.keys() == trained.keys()
@@ -61,4 +61,4 @@ def test_the_examples_load_a_model_and_train_it_on_two_ranks(tmp_path: Path) -> 
     result = json.loads((tmp_path / "trained" / "train_result.json").read_text())
     assert result["steps"] < 100, "the callback stops the training"
     assert result["eval_loss"] < 0.5
-    assert printed.count(f"{result['steps']} {result['eval_loss']}") == 2
+    assert run.stdout.count(str(result["eval_loss"])) == 2
