@@ -43,6 +43,8 @@ class TrainResult:
     peak_memory_mb: list[float]
     """By rank."""
     world_size: int
+    restarts: int
+    """How often the launcher started all ranks again after a failure, in the run that came to the end."""
     preflight: Preflight | None
     """Of the last attempt."""
 
@@ -75,6 +77,7 @@ class TrainResult:
             seconds=round(totals.seconds, 3),
             peak_memory_mb=peaks,
             world_size=dist.get_world_size(),
+            restarts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             preflight=preflight,
         )
 

@@ -47,9 +47,16 @@ def launch(folder: Path, script: str, *arguments: object) -> tuple[int, str]:
     options = ["--nnodes=1", "--nproc-per-node=2", "--max-restarts=2", "--rdzv-backend=c10d"]
     where = ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", folder / "rank.py"]
     command = [sys.executable, "-m", "mca_lib.launch", *options, *where, *arguments]
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), ERRORS_VARIABLE: str(folder / "failures"), "OMP_NUM_THREADS": "1"}
+    told = {ERRORS_VARIABLE: str(folder / "failures"), "MCAFLOW_PROGRESS": str(folder / "told")}
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), **told, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
+
+
+def warnings(folder: Path) -> list[str]:
+    """What the run is told of it."""
+    lines = (folder / "told").read_text().splitlines() if (folder / "told").exists() else []
+    return [line["warning"] for line in map(json.loads, lines) if "warning" in line]
 
 
 @pytest.mark.parametrize(("ending", "attempts"), [("2", 1), ("143", 1), ("word", 1), ("defect", 2)])
@@ -61,6 +68,8 @@ def test_a_mistake_of_the_user_and_sigterm_are_not_tried_again(tmp_path, ending,
     left = [json.loads(path.read_text())["kind"] for path in (tmp_path / "run/failures").iterdir()]
     assert left == (["user"] if ending == "word" else []), "what was recovered from is no failure any more"
     assert ("all ranks are started again after" in output) == (ending == "defect")
+    again = ["rank 1 failed: ValueError: once; all ranks start again, restart 1 of 2"]
+    assert warnings(tmp_path / "run") == (again if ending == "defect" else [])
 
 
 def test_a_rank_that_is_killed_costs_the_steps_since_the_newest_checkpoint(ranks, tmp_path):
@@ -77,6 +86,9 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_newest_checkpoint(ranks
     status, output = launch(tmp_path / "run", DYING, arguments)
     assert status == 0, output
     assert "resuming from" in output
+    killed = "rank 1 was killed by SIGKILL (often the kernel, out of memory)"
+    assert killed + "; all ranks start again, restart 1 of 2" in warnings(tmp_path / "run")
+    assert read_json(tmp_path / "out/train_result.json")["restarts"] == 1
     straight = ranks(2, train, str(tmp_path / "model"), str(store), str(tmp_path / "straight"), options)
     assert (history([{"log": read_log(tmp_path / "out")}]) == history(straight)).all()
     for name in ("train_loss", "final_loss", "tokens"):
