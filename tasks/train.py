@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mca_lib.adapters.targets import target_names
+from mca_lib.checkpoint.sealed import RECORD_NAME, find_damage, set_damaged_aside
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout_rules import check_training_layout
@@ -117,17 +118,38 @@ class TrainStage(Stage):
         if self._trains_adapters:
             target_names(config, self.lora.target_modules)
         final, result = ctx.work / "final", ctx.work / RESULT_NAME
-        # The result is written last: with both, an earlier attempt had come to its end.
-        if not (final.is_dir() and result.is_file()):
+        stats = self._finished(ctx, final, result)
+        if stats is None:
             self._launch(ctx, final)
-        stats = json.loads(result.read_text())
+            stats = json.loads(result.read_text())
+        if best := stats.get("best"):
+            ctx.report.info(f"the result is the model of step {best['step']}, held-out loss {best['loss']:.4f}")
         link_tree(final, ctx.staging)
+        (ctx.staging / RECORD_NAME).unlink()  # the artifact has a record of its own
         keep_run(ctx, self.training.save_keep_every)
         if self._trains_adapters:
             return Produced(digest=None, stats=stats)
         # Its progress would stand where the training's does.
         digest = ctx.run_job("digest", {"checkpoint": str(ctx.staging)}, on_progress=None)
         return Produced(digest=digest["digest"], parts=digest["parts"], stats=stats)
+
+    def _finished(self, ctx: StageContext, final: Path, result: Path) -> dict[str, Any] | None:
+        """The figures of an earlier attempt that had come to its end; None without one whose result is whole."""
+        if not (final.is_dir() and result.is_file()):  # it is written last
+            return None
+        damage = find_damage(final)
+        try:
+            stats = json.loads(result.read_text())
+        except ValueError:
+            stats = None
+        if damage is None and isinstance(stats, dict) and "steps" in stats:
+            return stats
+        reason = damage or f"{result.name} is unreadable"
+        ctx.report.warning(f"{final} is not used: {reason}; training goes on from the newest checkpoint")
+        result.unlink()
+        if damage is not None:
+            set_damaged_aside(final)
+        return None
 
     def _launch(self, ctx: StageContext, final: Path) -> None:
         arguments = ctx.work / "arguments.json"

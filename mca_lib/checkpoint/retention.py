@@ -52,7 +52,7 @@ def numbered(output_dir: Path, prefix: str) -> dict[int, Path]:
 def _numbered(output_dir: Path, prefix: str) -> Iterator[tuple[int, Path]]:
     for path in output_dir.glob(f"{prefix}*"):
         number = path.name.removeprefix(prefix)
-        if number.isdigit():
+        if number.isascii() and number.isdigit():
             yield int(number), path
 
 

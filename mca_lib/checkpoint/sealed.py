@@ -61,17 +61,28 @@ def remove(directory: Path) -> None:
     shutil.rmtree(_set_aside(directory))
 
 
+def set_damaged_aside(directory: Path) -> Path:
+    """Rename a damaged directory to what nobody reads, for whoever wants to look at it. Returns where it is."""
+    return directory.rename(directory.with_name(f"damaged-{directory.name}-{uuid.uuid4().hex[:6]}"))
+
+
 def _set_aside(directory: Path) -> Path:
     aside = directory.parent / f"{REPLACED_PREFIX}{uuid.uuid4().hex[:12]}"
     return directory.rename(aside)
 
 
 def read_record(directory: Path) -> dict[str, Any] | None:
-    """The record of a sealed directory; None when there is none that can be read."""
+    """The record of a sealed directory; None when there is none that can be read and names files."""
     try:
-        return json.loads((directory / RECORD_NAME).read_text())
+        record = json.loads((directory / RECORD_NAME).read_text())
     except (OSError, ValueError):
         return None
+    files = record.get("files") if isinstance(record, dict) else None
+    # All that is sealed holds a file.
+    if not files or not isinstance(files, dict):
+        return None
+    entries = files.values()
+    return record if all(isinstance(e, dict) and {"size", "blake3"} <= e.keys() for e in entries) else None
 
 
 def find_damage(directory: Path) -> str | None:
@@ -96,7 +107,7 @@ def file_digest(path: Path) -> str:
 
 
 def sync(directory: Path, *, deep: bool = True) -> None:
-    """Send a directory's names to the disk, and with `deep` everything in it."""
+    """Send a directory's names, or a file, to the disk, and with `deep` everything in it."""
     for path in [*directory.rglob("*"), directory] if deep else [directory]:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -15,7 +15,6 @@ and rows, with reseeded random states.
 import json
 import logging
 import random
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from mca_lib.checkpoint.buckets import places_without_padding
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.model import translated_failures
 from mca_lib.checkpoint.retention import BEST_PREFIX, PREFIX, STATE_NAME, numbered
-from mca_lib.checkpoint.sealed import find_damage, remove_leftovers
+from mca_lib.checkpoint.sealed import find_damage, remove_leftovers, set_damaged_aside
 from mca_lib.errors import CheckpointError
 from mca_lib.parallel import seed_rank
 from mca_lib.trainers.engine import Engine
@@ -68,7 +67,7 @@ def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
         for path in reversed(numbered(output_dir, PREFIX).values()):
             if damage := find_damage(path) or _damage_of_best(path):
                 log.warning("%s cannot be resumed from: %s; trying the one before", path, damage)
-                damaged = path.rename(path.with_name(f"damaged-{path.name}-{uuid.uuid4().hex[:6]}"))
+                damaged = set_damaged_aside(path)
                 continue
             _check_run(path, run)
             return str(path)
@@ -118,7 +117,8 @@ def _check_optimizers(path: Path, saved: int, now: int) -> None:
     if (saved > 1) != (now > 1):
         raise CheckpointError(
             f"{path} was made with expert_model_parallel_size={saved}, this run has {now}: optimizer states go from "
-            "one size above 1 to another, or stay at 1; use another output_dir, or the old size"
+            f"one size above 1 to another, or stay at 1; use the old size (parallel.expert of a recipe), or remove "
+            f"{path.parent} to train from the beginning"
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import BEST_PREFIX
-from mca_lib.checkpoint.sealed import RECORD_NAME, find_damage, move_into_place, new_staging, seal
+from mca_lib.checkpoint.sealed import find_damage, move_into_place, new_staging, seal
 from mca_lib.data.indexed_rows import Rows
 from mca_lib.errors import CheckpointError
 from mca_lib.models import VirtualModels
@@ -36,7 +36,7 @@ class BestModel:
         self.found = {"step": step, "loss": loss}
 
     def publish(self, directory: Path) -> None:
-        """Copy the kept weights to `directory`, whole or not at all.
+        """Copy the kept weights to `directory` with their record, whole or not at all.
 
         Raises:
             CheckpointError: they are damaged, or no evaluation had a finite loss.
@@ -51,7 +51,7 @@ class BestModel:
             raise CheckpointError(f"{source}: the best weights are damaged: {damage}; run again, to train anew from "
                                   "the newest checkpoint before them")  # fmt: skip
         staging = new_staging(directory.parent)
-        shutil.copytree(source, staging, ignore=shutil.ignore_patterns(RECORD_NAME), dirs_exist_ok=True)
+        shutil.copytree(source, staging, dirs_exist_ok=True)
         move_into_place(staging, directory)
 
     def _path(self, step: int) -> Path:

@@ -95,6 +95,7 @@ class Callbacks:
         self._restore(saved.get("callbacks", {}))
         self._at(step)
         self._tell("on_train_begin")
+        self.control.should_training_stop |= self.had_stopped(totals)
 
     def step_begin(self, step: int) -> None:
         """The step after `step` finished ones."""
@@ -151,7 +152,9 @@ class Callbacks:
         )
         agreed = torch.tensor(flags, dtype=torch.int32, device=current_platform().device)
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX)
-        return Wishes(*map(bool, agreed.tolist()))
+        wishes = Wishes(*map(bool, agreed.tolist()))
+        self._stopped = wishes.stop
+        return wishes
 
     def to_save(self) -> dict[str, Any]:
         """What a checkpoint keeps for `begin`."""
@@ -159,8 +162,14 @@ class Callbacks:
         return {
             "best_metric": self.state.best_metric,
             "best_global_step": self.state.best_global_step,
+            "stopped": self._stopped,
             "callbacks": TrainerState(stateful_callbacks=stateful).stateful_callbacks,
         }
+
+    @staticmethod
+    def had_stopped(totals: Totals) -> bool:
+        """A callback had ended training at the step of the checkpoint that has these counters."""
+        return bool(totals.callbacks.get("stopped"))
 
     def _restore(self, saved: dict[str, Any]) -> None:
         """As transformers does: a callback is made anew from its state."""

@@ -100,12 +100,20 @@ class Meter:
 
 
 class TrainingLog:
-    """Writes both files; rank 0 only."""
+    """Writes both files; rank 0 only.
 
-    def __init__(self, output_dir: Path, resumed_step: int) -> None:
+    Args:
+        output_dir: of the log.
+        resumed_step: of the checkpoint that the run goes on from; lines of later steps go.
+        is_over: it was the last step, whose evaluation is made again.
+    """
+
+    def __init__(self, output_dir: Path, resumed_step: int, *, is_over: bool) -> None:
         self._path = output_dir / LOG_NAME
         self._progress = os.environ.get("MCAFLOW_PROGRESS")
         keep = [line for line in read_log(output_dir) if line["step"] <= resumed_step]
+        if is_over:
+            keep = [line for line in keep if line["step"] < resumed_step or "eval_loss" not in line]
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in keep))
         os.replace(temporary, self._path)
@@ -137,6 +145,12 @@ def read_log(output_dir: Path) -> list[dict[str, Any]]:
         except json.JSONDecodeError:
             break
     return lines
+
+
+def last_loss(lines: Sequence[dict[str, Any]]) -> float:
+    """Of the last logged step; nan where it has none."""
+    loss = next((line["loss"] for line in reversed(lines) if "loss" in line), None)
+    return math.nan if loss is None else loss
 
 
 def curve(lines: Sequence[dict[str, Any]], name: str) -> dict[int, float | None]:

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch.distributed as dist
 
+from mca_lib.checkpoint.sealed import sync
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.preflight import Preflight
 from mca_lib.trainers.progress import Totals, curve, read_log
@@ -86,4 +87,6 @@ class TrainResult:
         temporary = output_dir / f".{RESULT_NAME}"
         curves = {name: curve(read_log(output_dir), name) for name in ("loss", "eval_loss")}
         temporary.write_text(json.dumps(asdict(self) | {"curves": curves}, indent=1))
+        sync(temporary, deep=False)
         os.replace(temporary, output_dir / RESULT_NAME)
+        sync(output_dir, deep=False)

@@ -1,10 +1,15 @@
 """SIGTERM as a wish: it is remembered, and the trainer answers it at the end of the step."""
 
+import logging
 import signal
+import sys
 import threading
 from typing import Self
 
+import torch.distributed as dist
+
 EXIT_ON_SIGTERM = 128 + signal.SIGTERM
+log = logging.getLogger(__name__)
 
 
 class StopRequest:
@@ -25,3 +30,12 @@ class StopRequest:
 
     def _remember(self, *_: object) -> None:
         self.requested = True
+
+
+def leave_if_requested(stop: StopRequest) -> None:
+    """Leave when some rank got SIGTERM after the last step; all ranks, when the result is written."""
+    requested = [False] * dist.get_world_size()
+    dist.all_gather_object(requested, stop.requested)
+    if any(requested):
+        log.warning("SIGTERM came after the last step; the result is whole")
+        sys.exit(EXIT_ON_SIGTERM)

@@ -3,12 +3,12 @@
     resume → [ batch → step → log? → evaluate? → save? ]* → evaluate → final checkpoint → train_result.json
 
 Every rank runs the same loop; rank 0 writes the files. What is due after a step is said by the arguments and by
-transformers' callbacks, and agreed upon by all ranks (`callbacks`). SIGTERM is answered at the end of the step: all
-ranks save a checkpoint and leave with status 143.
+transformers' callbacks, and agreed upon by all ranks (`callbacks`). Where checkpoints are written, the last step has
+one too: whatever happens after it costs no step. SIGTERM is answered at the end of the step: all ranks save a
+checkpoint and leave with status 143. After the last step they come to the end first.
 """
 
 import logging
-import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -23,7 +23,7 @@ from transformers.trainer_utils import IntervalStrategy
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import Retention
 from mca_lib.checkpoint.saver import CheckpointSaver
-from mca_lib.checkpoint.sealed import move_into_place, new_staging, remove_leftovers
+from mca_lib.checkpoint.sealed import new_staging, remove_leftovers, seal
 from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint
 from mca_lib.data.indexed_rows import Rows
 from mca_lib.data.token_store import Row
@@ -32,7 +32,7 @@ from mca_lib.models import VirtualModels
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import Alignment, MicroBatch, collate
 from mca_lib.trainers.best import BestModel, best_identity
-from mca_lib.trainers.callbacks import Callbacks
+from mca_lib.trainers.callbacks import Callbacks, Wishes
 from mca_lib.trainers.divergence import refuse_divergence
 from mca_lib.trainers.engine import Engine, StepMetrics
 from mca_lib.trainers.evaluation import evaluation_rows, evaluation_shape, total
@@ -40,11 +40,11 @@ from mca_lib.trainers.identity import identify_model, identify_rows, run_identit
 from mca_lib.trainers.loss import Objective, TokenObjective
 from mca_lib.trainers.peak import flops_counter, peak_flops
 from mca_lib.trainers.preflight import Preflight, longest, preflight
-from mca_lib.trainers.progress import Meter, Totals, TrainingLog, finite, read_log
+from mca_lib.trainers.progress import Meter, Totals, TrainingLog, finite, last_loss, read_log
 from mca_lib.trainers.result import TrainResult
 from mca_lib.trainers.row_checks import check_loss, check_rows
 from mca_lib.trainers.schedule import BatchShape
-from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest
+from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest, leave_if_requested
 from mca_lib.trainers.training_args import TrainingArguments
 
 log = logging.getLogger(__name__)
@@ -95,51 +95,59 @@ class McaTrainer:
 
         Raises:
             ConfigError: loss or gradient norm is not finite any more.
-            SystemExit: with status 143 after SIGTERM, when the checkpoint is written.
+            SystemExit: with status 143 after SIGTERM, when the checkpoint, or after the last step the result, is
+                written.
         """
         self._prepare()
         tried = preflight(self.engine, self._longest_batches(), self.output_dir) if self.args.preflight else None
         peak = peak_flops(self.output_dir, self.args.params_dtype)
         step, totals = self._resume()
-        last, loss, held_out, evaluated_at = self.schedule.total_steps, math.nan, {}, None
-        self._log = TrainingLog(self.output_dir, step) if self._is_rank_0 else None
-        self.callbacks.begin(step, from_rank_0(lambda: read_log(self.output_dir)), totals)
-        meter = Meter(step, last, dist.get_world_size(), peak)
-        wishes = self.callbacks.wishes(terminated=False)
         with StopRequest() as stop:
-            while step < last and not wishes.stop:
-                self.callbacks.step_begin(step)
-                began, learning_rate = time.monotonic(), self.engine.learning_rate
-                rows = self.schedule.rows(step)
-                batches = self._batches(self.train_dataset, rows, self.shape)
-                waited = time.monotonic() - began
-                metrics = self.engine.train_step(batches)
-                seconds = time.monotonic() - began
-                step += 1
-                totals.add(metrics, seconds)
-                meter.add(seconds, waited, metrics.tokens, self._flops(self.train_dataset.lengths_of(rows)))
-                refuse_divergence(step, metrics, rows, self.train_dataset.path, self.args.learning_rate)
-                self._saver.poll()
-                self._tell_saved()
-                self.callbacks.step_end(step, totals.tokens)
+            result = self._train(step, totals, peak, tried, stop)
+            leave_if_requested(stop)
+        return result
+
+    def _train(self, step: int, totals: Totals, peak: float, tried: Preflight | None, stop: StopRequest) -> TrainResult:
+        """From `step` to the end."""
+        last, held_out, evaluated_at = self.schedule.total_steps, {}, None
+        wishes = self._begin(step, totals)
+        loss = last_loss(self.callbacks.state.log_history)
+        meter = Meter(step, last, dist.get_world_size(), peak)
+        while step < last and not wishes.stop:
+            self.callbacks.step_begin(step)
+            began, learning_rate = time.monotonic(), self.engine.learning_rate
+            rows = self.schedule.rows(step)
+            batches = self._batches(self.train_dataset, rows, self.shape)
+            waited = time.monotonic() - began
+            metrics = self.engine.train_step(batches)
+            seconds = time.monotonic() - began
+            step += 1
+            totals.add(metrics, seconds)
+            meter.add(seconds, waited, metrics.tokens, self._flops(self.train_dataset.lengths_of(rows)))
+            refuse_divergence(step, metrics, rows, self.train_dataset.path, self.args.learning_rate)
+            self._saver.poll()
+            self._tell_saved()
+            self.callbacks.step_end(step, totals.tokens)
+            wishes = self.callbacks.wishes(stop.requested)
+            if wishes.log or wishes.stop:
+                loss = self._log_steps(step, totals, metrics, learning_rate, meter)
+            if wishes.evaluate:
+                held_out, evaluated_at = self._evaluate_and_log(step), step
+            if wishes.log or wishes.evaluate:  # callbacks were asked again
                 wishes = self.callbacks.wishes(stop.requested)
-                if wishes.log or wishes.stop:
-                    loss = self._log_steps(step, totals, metrics, learning_rate, meter)
-                if wishes.evaluate:
-                    held_out, evaluated_at = self._evaluate_and_log(step), step
-                if wishes.log or wishes.evaluate:  # callbacks were asked again
-                    wishes = self.callbacks.wishes(stop.requested)
-                stopping = wishes.terminated and step < last and not wishes.stop
-                if stopping or wishes.save:
-                    self._save(step, totals)
-                if stopping:
-                    self._saver.finish()
-                    log.warning("stopped by SIGTERM after step %d of %d; a checkpoint was written", step, last)
-                    sys.exit(EXIT_ON_SIGTERM)
-        if self.eval_dataset is not None and evaluated_at != step:
-            held_out = self._evaluate_and_log(step)
+            is_last = step == last or wishes.stop
+            if wishes.save or wishes.terminated or (is_last and self.args.saves):
+                self._save(step, totals)
+            if wishes.terminated:
+                self._saver.finish()
+                log.warning(
+                    "stopped by SIGTERM after step %d of %d; resumed, it goes on from checkpoint-%d", step, last, step
+                )
+                sys.exit(EXIT_ON_SIGTERM)
         self._saver.finish()
         self._tell_saved()
+        if self.eval_dataset is not None and evaluated_at != step:
+            held_out = self._evaluate_and_log(step)
         if self._best:
             self._best.publish(self.final_dir)
         else:
@@ -165,7 +173,7 @@ class McaTrainer:
         self.engine.gather_weights()
         self.model.save_pretrained(Path(box[0]))
         if self._is_rank_0:
-            move_into_place(Path(box[0]), directory)
+            seal(Path(box[0]), directory, {})
         dist.barrier()
 
     def _objective(self) -> Objective:
@@ -196,6 +204,13 @@ class McaTrainer:
         held = self.args.pipeline_model_parallel_size * (2 if len(self.model) > 1 else 1)
         count = min(shape.micro_batches(shape.global_batch_size), held)
         return [self._collate(store, rows, self._alignment.length(rows))] * count
+
+    def _begin(self, step: int, totals: Totals) -> Wishes:
+        """Open the log after `step` steps, and tell the callbacks. Returns what they wish before a step."""
+        is_over = step == self.schedule.total_steps or Callbacks.had_stopped(totals)
+        self._log = TrainingLog(self.output_dir, step, is_over=is_over) if self._is_rank_0 else None
+        self.callbacks.begin(step, from_rank_0(lambda: read_log(self.output_dir)), totals)
+        return self.callbacks.wishes(terminated=False)
 
     def _resume(self) -> tuple[int, Totals]:
         found = find_checkpoint(self.output_dir, self._run_identity())

@@ -224,6 +224,13 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
         every = max(1, int(self.logging_steps))
         return (self.logging_first_step and step == 1) or _due(self.logging_strategy, every, step, steps_per_epoch)
 
+    @property
+    def saves(self) -> bool:
+        """Checkpoints are written, of the last step too."""
+        return self.save_strategy != SaveStrategy.NO and (
+            self.save_strategy != SaveStrategy.STEPS or self.save_steps >= 1
+        )
+
     def saves_at(self, step: int, steps_per_epoch: int) -> bool:
         """A checkpoint is due after this step."""
         return _due(self.save_strategy, self.save_steps, step, steps_per_epoch)

@@ -80,7 +80,7 @@ def train(
 
     Raises:
         ConfigError: the backend cannot do it, or loss or gradient are not finite any more.
-        SystemExit: with status 143 after SIGTERM, when the checkpoint is written.
+        SystemExit: with status 143 after SIGTERM, when the checkpoint, or after the last step the result, is written.
     """
     huggingface_hub.constants.HF_HUB_OFFLINE = True
     init_process_group(current_platform().backend)
@@ -131,13 +131,13 @@ def train(
         )
         rate = _rate(training_args, schedule.total_steps)
         _run(finetuning_args.stage, arguments, adapter, record, trackers, data, rate)
-    final = Path(training_args.final_dir) if training_args.final_dir else output_dir / "final"
-    trained = output_dir / files.OUTPUT
-    if lora is not None:
-        from_rank_0(lambda: files.write_trained_adapter(trained, adapter, lora, final))
-    else:
-        from_rank_0(lambda: files.write_model(trained, start, source, final))
-    record.finish()
+        final = Path(training_args.final_dir) if training_args.final_dir else output_dir / "final"
+        trained = output_dir / files.OUTPUT
+        if lora is not None:
+            from_rank_0(lambda: files.write_trained_adapter(trained, adapter, lora, final))
+        else:
+            from_rank_0(lambda: files.write_model(trained, start, source, final))
+        record.finish()
     dist.destroy_process_group()
 
 

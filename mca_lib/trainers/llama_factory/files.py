@@ -1,6 +1,6 @@
 """What LLaMA-Factory starts from, and what becomes of its result; rank 0 does it, and no model is held in memory.
 
-<output_dir>/start-*/        the model as a Hugging Face directory, by digest and dtype
+<output_dir>/start-*/        the model as a Hugging Face directory, by digest and dtype, sealed
 <output_dir>/start-adapter/  the initial adapter, with the values that it has on Megatron-Core
 <output_dir>/llama_factory/  where its trainers write; emptied before each attempt
 """
@@ -13,7 +13,8 @@ import torch
 from mca_lib.adapters.peft_files import WEIGHTS_NAME, AdapterFiles, peft_name, write_adapter
 from mca_lib.adapters.settings import targets_of
 from mca_lib.adapters.targets import linear_layers, modules, target_names
-from mca_lib.checkpoint.sealed import move_into_place, new_staging
+from mca_lib.checkpoint.digest import json_digest
+from mca_lib.checkpoint.sealed import find_damage, new_staging, read_record, seal
 from mca_lib.checkpoint.side_files import copy_side_files
 from mca_lib.converter.export import export_hf
 from mca_lib.converter.stream import convert_hf
@@ -24,12 +25,18 @@ START, START_ADAPTER, OUTPUT = "start", "start-adapter", "llama_factory"
 
 
 def hugging_face_directory(source: Path, base: str, output_dir: Path, dtype: str) -> Path:
-    """`source`, of the digest `base`, itself where it is one, else what an MCA checkpoint exports to."""
+    """`source`, of the digest `base`, itself where it is one, else what an MCA checkpoint exports to.
+
+    What an earlier attempt has left is taken where it is whole and of the same config.
+    """
     if not is_mca_checkpoint(source):
         return source
     directory = output_dir / f"{START}-{base[:16]}-{dtype}"
-    if not directory.is_dir():  # written whole or not at all
-        export_hf(source, directory, dtype=dtype)
+    made_of = {"config": json_digest(McaModelConfig.from_pretrained(source).to_dict())}
+    if not made_of.items() <= (read_record(directory) or {}).items() or find_damage(directory):
+        staging = new_staging(output_dir)
+        export_hf(source, staging, dtype=dtype)
+        seal(staging, directory, made_of)
     return directory
 
 
@@ -66,13 +73,14 @@ def write_model(trained: Path, start: Path, source: Path, final: Path) -> None:
         for path in trained.glob("*.safetensors*"):
             path.rename(folder / path.name)
         shutil.copyfile(start / "config.json", folder / "config.json")
-        copy_side_files(start, folder)
-        shutil.rmtree(final, ignore_errors=True)
-        convert_hf(folder, final, read_back=True)
+        copy_side_files(source, folder)
+        staging = new_staging(final.parent)
+        convert_hf(folder, staging, read_back=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     # The dtype that an export gives the weights is that of the model which training started from.
-    McaModelConfig.from_pretrained(source).save_pretrained(final)
+    McaModelConfig.from_pretrained(source).save_pretrained(staging)
+    seal(staging, final, {})
 
 
 def write_trained_adapter(trained: Path, initial: Path, lora: AdapterFiles, final: Path) -> None:
@@ -86,4 +94,4 @@ def write_trained_adapter(trained: Path, initial: Path, lora: AdapterFiles, fina
         raise ModelError(f"LLaMA-Factory's adapter has {name} {shapes.get(name)}, {wanted.get(name)} is expected")
     staging = new_staging(final.parent)
     write_adapter(lora, {name: tensor.float() for name, tensor in tensors.items()}, staging)
-    move_into_place(staging, final)
+    seal(staging, final, {})

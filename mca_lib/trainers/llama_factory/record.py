@@ -27,10 +27,10 @@ from mca_lib.errors import ConfigError
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.engine import StepMetrics
 from mca_lib.trainers.llama_factory.rows import MicroBatches
-from mca_lib.trainers.progress import Meter, Totals, TrainingLog
+from mca_lib.trainers.progress import Meter, Totals, TrainingLog, last_loss, read_log
 from mca_lib.trainers.result import TrainResult
 from mca_lib.trainers.schedule import Schedule
-from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest
+from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest, leave_if_requested
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +71,9 @@ class Record(TrainerCallback):
         self.run, self.keep, self.totals, self.stop = dict(run), keep, totals, stop
         self.step, self._meter, self._flops = step, meter, flops
         self.held_out: dict[str, float] = {}
-        self._means: dict[str, float] = {"loss": math.nan}
-        self._log = TrainingLog(output_dir, step) if dist.get_rank() == 0 else None
+        self._means = {"loss": from_rank_0(lambda: last_loss(read_log(output_dir)))}
+        is_over = step == schedule.total_steps
+        self._log = TrainingLog(output_dir, step, is_over=is_over) if dist.get_rank() == 0 else None
         self._stopping = False
 
     def count(self) -> int:
@@ -112,10 +113,11 @@ class Record(TrainerCallback):
         self.step += 1
         self._check_finite("loss", loss, args)
         last = self.step == self.schedule.total_steps
-        self._stopping = stopping > 0 and not last
+        self._stopping = stopping > 0
         control.should_training_stop |= self._stopping
-        control.should_save = (control.should_save or self._stopping) and not last
+        control.should_save |= self._stopping
         control.should_log |= last
+        control.should_evaluate &= not last  # that comes when training has ended
         return control
 
     def line(self, logs: dict[str, float], args: TrainingArguments) -> dict[str, float]:
@@ -149,18 +151,22 @@ class Record(TrainerCallback):
         from_rank_0(lambda: self._seal(Path(args.output_dir) / f"{PREFIX}{self.step}"))
         if self._stopping:
             log.warning(
-                "stopped by SIGTERM after step %d of %d; a checkpoint was written", self.step, self.schedule.total_steps
+                "stopped by SIGTERM after step %d of %d; resumed, it goes on from checkpoint-%d",
+                self.step,
+                self.schedule.total_steps,
+                self.step,
             )
             sys.exit(EXIT_ON_SIGTERM)
 
     def finish(self) -> None:
-        """Write the result; all ranks. The trained model is in its place."""
+        """Write the result; all ranks. The trained model is in its place. After SIGTERM, leave."""
         epochs = round(self.schedule.epoch_at(self.step), 4)
         result = TrainResult.of(
             self.step, epochs, self.totals, self._means["loss"], self.held_out, best=None, preflight=None
         )
         if dist.get_rank() == 0:
             result.write(self.output_dir)
+        leave_if_requested(self.stop)
 
     def _seal(self, written: Path) -> None:
         state = TrainerState(self.step, self.totals.to_dict(), self.run, {"world": dist.get_world_size()})

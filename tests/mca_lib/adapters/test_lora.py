@@ -8,6 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from mca_lib.adapters.peft_files import BASE_NAME, WEIGHTS_NAME
+from mca_lib.checkpoint.sealed import RECORD_NAME
 from tests.mca_lib.adapters.lora_ranks import (
     adapter_and_gradients,
     logits_four_ways,
@@ -186,7 +187,12 @@ def test_a_bf16_training_keeps_fp32_adapters(ranks, folder, alone):
     assert {str(tensor.dtype) for tensor in adapter.values()} == {"torch.float32"}
     assert not all((tensor == tensor.bfloat16()).all() for tensor in adapter.values())
     np.testing.assert_allclose(history(values)[:, 0], alone("llama")[0][:, 0], rtol=0.01)
-    assert {path.name for path in (out / "final").iterdir()} == {WEIGHTS_NAME, "adapter_config.json", BASE_NAME}
+    assert {path.name for path in (out / "final").iterdir()} == {
+        WEIGHTS_NAME,
+        "adapter_config.json",
+        BASE_NAME,
+        RECORD_NAME,
+    }
 
 
 def test_preferences_begin_at_the_model_without_adapters_and_train_the_same_everywhere(ranks, folder):

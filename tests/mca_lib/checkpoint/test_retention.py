@@ -34,9 +34,11 @@ def left(folder: Path) -> list[str]:
 )
 def test_the_newest_stay_and_multiples(tmp_path, keep, kept):
     make(tmp_path, range(2, 11, 2))
-    (tmp_path / "damaged-checkpoint-4-abc").mkdir()
+    others = ["damaged-checkpoint-4-abc", "checkpoint-²", "checkpoint-4x"]
+    for name in others:
+        (tmp_path / name).mkdir()
     keep.apply(tmp_path)
-    assert left(tmp_path) == sorted([*(f"checkpoint-{step}" for step in kept), "damaged-checkpoint-4-abc"])
+    assert left(tmp_path) == sorted([*(f"checkpoint-{step}" for step in kept), *others])
 
 
 def test_the_best_weights_stay_while_a_checkpoint_names_them(tmp_path):

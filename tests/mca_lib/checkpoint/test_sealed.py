@@ -31,6 +31,12 @@ def test_damage_to_any_file_is_found(sealed, name, kind):
     assert name in find_damage(sealed)
 
 
+@pytest.mark.parametrize("text", ["", "null", "[]", "{}", '{"files": null}', '{"files": {}}', '{"files": {"a": {}}}'])
+def test_a_record_of_another_form_is_damage(sealed, text):
+    (sealed / RECORD_NAME).write_text(text)
+    assert RECORD_NAME in find_damage(sealed)
+
+
 def test_what_is_removed_has_lost_its_name_before_its_files(sealed, monkeypatch):
     monkeypatch.setattr("mca_lib.checkpoint.sealed.shutil.rmtree", lambda path: None)  # killed there
     remove(sealed)

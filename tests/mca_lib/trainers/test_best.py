@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mca_lib.checkpoint.sealed import RECORD_NAME
+from mca_lib.checkpoint.sealed import find_damage
 from tests.mca_lib.trainers.test_resume import change_tokens, damage, same_weights, train_until
 from tests.mca_lib.trainers.training import history, make_model, make_store, read_json, train
 from tests.ranks import RankError
@@ -50,7 +50,7 @@ def test_the_result_is_the_model_of_the_best_evaluation(ranks, folder, whole):
     assert ranks(1, same_weights, folder / "whole" / "final", folder / "shorter" / "final") == [True]
     names = [{path.name for path in (folder / kind / "final").iterdir()} for kind in ("whole", "shorter")]
     assert names[0] == names[1]
-    assert RECORD_NAME not in names[0]
+    assert [find_damage(folder / kind / "final") for kind in ("whole", "shorter")] == [None, None]
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])

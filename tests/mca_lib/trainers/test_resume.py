@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from mca_lib.checkpoint.sealed import find_damage
+from mca_lib.trainers.progress import read_log
 from tests.mca_lib.checkpoint.expert_ranks import make_sources
 from tests.mca_lib.trainers.training import (
     history,
@@ -67,6 +69,64 @@ def train_until_seal(model: str, store: str, out: str, options: dict[str, Any], 
 
     saver.seal = dying
     train(model, store, out, options)
+
+
+def train_until_over(
+    model: str, store: str, out: str, options: dict[str, Any], method: str = "", kill: int = 0
+) -> tuple[int, dict[str, Any]]:
+    """Train, and send this rank the signal `kill` in a method that is called after the last step.
+
+    Returns the number of steps made, and what `train` returns.
+    """
+    from mca_lib.trainers.engine import Engine
+    from mca_lib.trainers.trainer import McaTrainer
+
+    steps, step = [], Engine.train_step
+
+    def counting(self, batches):
+        steps.append(1)
+        return step(self, batches)
+
+    Engine.train_step = counting
+    if kill:
+        original = getattr(McaTrainer, method)
+
+        def dying(self, *args):
+            os.kill(os.getpid(), kill)
+            return original(self, *args)
+
+        setattr(McaTrainer, method, dying)
+    result = train(model, store, out, options)
+    return len(steps), result
+
+
+@pytest.mark.parametrize(
+    ("method", "kill", "saves"),
+    [
+        ("evaluate", signal.SIGKILL, True),
+        ("save_model", signal.SIGKILL, True),
+        ("_finish", signal.SIGKILL, True),
+        ("evaluate", signal.SIGTERM, False),
+    ],
+)
+def test_what_comes_after_the_last_step_costs_none(ranks, folder, method, kill, saves):
+    places, out = (f"{folder}/model", f"{folder}/store"), folder / f"over {method} {kill}"
+    straight = ranks(1, train, *places, str(folder / "reference"), ASYNC)
+    options = ASYNC if saves else {**ASYNC, "save_steps": 0}
+    with pytest.raises(RankError, match="exit -9" if kill == signal.SIGKILL else "SystemExit: 143"):
+        ranks(1, train_until_over, *places, str(out), options, method, kill)
+    if kill == signal.SIGTERM:
+        assert find_damage(out / "final") is None
+        assert read_json(out / "train_result.json")["eval_loss"] == straight[0]["result"]["eval_loss"]
+        return
+    assert not (out / "train_result.json").exists()
+    ((steps, resumed),) = ranks(1, train_until_over, *places, str(out), ASYNC)
+    assert steps == 0
+    assert ranks(1, same_weights, out / "final", folder / "reference" / "final") == [True]
+    for name in ("eval_loss", "train_loss", "tokens", "final_loss", "steps"):
+        assert resumed["result"][name] == straight[0]["result"][name], name
+    logged = [[(line["step"], "eval_loss" in line) for line in read_log(path)] for path in (out, folder / "reference")]
+    assert logged[0] == logged[1]
 
 
 def same_weights(one: Path, other: Path) -> bool:
@@ -178,7 +238,10 @@ def test_a_model_with_experts_resumes_at_its_own_and_at_another_layout(ranks, fo
 def test_optimizer_states_of_spread_experts_are_not_gathered(ranks, folder, killed):
     variant, out = killed
     places = (f"{folder}/{variant}", f"{folder}/store")
-    with pytest.raises(RankError, match=r"checkpoint-2 was made with expert_model_parallel_size=2, this run has 1"):
+    with pytest.raises(
+        RankError,
+        match=r"checkpoint-2 was made with expert_model_parallel_size=2, this run has 1.* or remove .*killed to train",
+    ):
         ranks(2, train, *places, str(out), EXPERT_OPTIONS[variant])
 
 
