@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mca_lib.errors import ConfigError
 from mca_lib.launch_plan import split_endpoint
-from tasks.launchers.slurm import check_client
+from tasks.launchers.slurm import check_job
 from tasks.training_config import LauncherConfig, TrainingConfig
 
 
@@ -35,7 +35,7 @@ def launcher_problems(launcher: LauncherConfig) -> Iterator[str]:
 def check_launcher(launcher: LauncherConfig) -> None:
     """Raise a UserError where this machine cannot start the ranks that the section asks for."""
     if launcher.kind == "slurm":
-        check_client()
+        check_job(launcher)
         return
     ranks, cores = launcher.nproc_per_node, os.cpu_count() or 1
     if ranks > 8 * cores:  # they never end; eight a core is beyond any use

@@ -10,6 +10,7 @@ import subprocess
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from mca_lib.errors import ResourceError
@@ -106,13 +107,26 @@ def request(tag: str, launcher: LauncherConfig, plan: LaunchPlan) -> dict[str, A
 
     `tag` is of the artifact, and becomes the name of the job.
     """
-    config = launcher.slurm
     artifact, _, store = tag.partition("@")
     stage, _, key = artifact.rpartition("-")
-    limit = 60 * config.time_minutes
-    notice = min(NOTICE_SECONDS, limit // 2)
+    return {
+        "options": _options(f"mcaflow-{stage}-{key[:12]}-{store}", launcher),
+        "notice": _notice(launcher),
+        "abandoned": ABANDONED_SECONDS,
+        "plan": asdict(plan),
+        "arguments": Path(plan.arguments).read_text(),
+    }
+
+
+def _notice(launcher: LauncherConfig) -> int:
+    return min(NOTICE_SECONDS, 60 * launcher.slurm.time_minutes // 2)
+
+
+def _options(job_name: str, launcher: LauncherConfig) -> dict[str, Any]:
+    """Parameters of submitit."""
+    config = launcher.slurm
     options = {
-        "job_name": f"mcaflow-{stage}-{key[:12]}-{store}",
+        "job_name": job_name,
         "nodes": launcher.nnodes,
         "ntasks_per_node": 1,
         "cpus_per_task": config.cpus_per_task,
@@ -124,18 +138,11 @@ def request(tag: str, launcher: LauncherConfig, plan: LaunchPlan) -> dict[str, A
         "qos": config.qos,
         "constraint": config.constraint,
         "setup": config.setup,
-        "additional_parameters": {"signal": f"TERM@{notice}"} | config.additional,
+        "additional_parameters": {"signal": f"TERM@{_notice(launcher)}"} | config.additional,
     }
     given = {name: value for name, value in options.items() if value is not None}
     # submitit's own choice of a wckey is refused where these are enforced.
-    options = given | {"stderr_to_stdout": True, "wckey": None}
-    return {
-        "options": options,
-        "notice": notice,
-        "abandoned": ABANDONED_SECONDS,
-        "plan": asdict(plan),
-        "arguments": Path(plan.arguments).read_text(),
-    }
+    return given | {"stderr_to_stdout": True, "wckey": None}
 
 
 def check_client() -> None:
@@ -143,6 +150,34 @@ def check_client() -> None:
     for name in ("sbatch", "srun", "scontrol", "squeue", "scancel"):
         if shutil.which(name) is None:
             raise ResourceError(f"launcher.kind: slurm, but there is no {name} here; start the run on a login node")
+
+
+def check_job(launcher: LauncherConfig) -> None:
+    """Raise ResourceError for a job that Slurm would refuse or never start, or where no controller answers.
+
+    A time limit beyond the partition's is found only where Slurm enforces it at submission (EnforcePartLimits).
+    """
+    from submitit import SlurmExecutor
+
+    check_client()
+    with TemporaryDirectory(prefix="mcaflow-") as folder:
+        executor = SlurmExecutor(folder)
+        executor.update_parameters(**_options("mcaflow-check", launcher))
+        script = Path(folder, "job.sh")
+        script.write_text(executor._make_submission_file_text("true", "check"))
+        found = run_client("sbatch", "--test-only", str(script))
+    if found.returncode == 0:
+        return
+    reason = refusal(found.stderr)
+    # Slurm counts the nodes that are up. A job that needs one that is down or drained waits for it.
+    if "not available" in reason and run_client("sinfo", "--noheader", "--list-reasons").stdout.strip():
+        return
+    raise ResourceError(f"launcher.slurm: sbatch refuses the job: {reason}")
+
+
+def refusal(text: str) -> str:
+    """What sbatch says, on one line."""
+    return " ".join(text.replace("sbatch: error: ", "").replace("allocation failure: ", "").split())
 
 
 def run_client(*command: str) -> subprocess.CompletedProcess:

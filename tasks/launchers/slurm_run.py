@@ -38,6 +38,7 @@ from tasks.launchers.slurm import (
     JobState,
     Slurm,
     check_client,
+    refusal,
     run_client,
 )
 from tasks.process import TAG
@@ -108,8 +109,7 @@ def _submit(folder: Path, request: dict) -> Slurm:
         # The one way of submitit's to a job without a pickled function; what it warns of, results, is not used.
         job = executor._submit_command(shlex.join([sys.executable, "-m", "tasks.launchers.slurm_node", str(folder)]))
     except (FailedJobError, FailedSubmissionError, OSError) as error:
-        reason = " ".join(str(error).replace("sbatch: error: ", "").split())
-        raise ResourceError(f"launcher.slurm: sbatch refused the job: {reason}") from None
+        raise ResourceError(f"launcher.slurm: sbatch refused the job: {refusal(str(error))}") from None
     (folder / "submitted.json").write_text(json.dumps(request | {"job": job.job_id}))
     tell("info", f"job {job.job_id} was submitted to Slurm")
     return Slurm(folder, job.job_id)

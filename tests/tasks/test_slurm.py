@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -162,6 +163,30 @@ def test_what_a_rank_found_and_what_slurm_refuses_are_one_line(tmp_path: Path):
     with pytest.raises(ResourceError, match=r"launcher.slurm: sbatch refused the job: .*invalid partition") as caught:
         run(tmp_path, refused)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"slurm": SlurmConfig(partition="nonsense")}, "invalid partition"),
+        ({"nnodes": 4}, "node configuration is not available"),
+        ({"slurm": SlurmConfig(gpus_per_node=8)}, r"generic resource \(gres\)"),
+    ],
+)
+def test_what_slurm_would_refuse_is_said_before_a_run(fields: dict, reason: str):
+    slurm.check_job(TWO_RANKS)
+    with pytest.raises(ResourceError, match=f"launcher.slurm: sbatch refuses the job: .*{reason}") as caught:
+        slurm.check_job(TWO_RANKS.model_copy(update=fields))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_job_that_needs_a_node_that_is_drained_may_wait_for_it():
+    node = ["scontrol", "update", f"nodename={socket.gethostname().partition('.')[0]}"]
+    subprocess.run([*node, "state=drain", "reason=test"], check=True)
+    try:
+        slurm.check_job(TWO_RANKS)
+    finally:
+        subprocess.run([*node, "state=resume"], check=True)
 
 
 def test_states_are_known_without_accounting_and_after_the_controller_forgot_the_job(tmp_path: Path):
