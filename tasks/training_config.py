@@ -5,7 +5,7 @@ Each field says by its type whether it is part of the key of stage *train* (see 
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from tasks.section import Execution, Section
 
@@ -81,7 +81,8 @@ class TrainingConfig(Section):
     report_to: Execution[list[Literal["tensorboard", "wandb", "mlflow"]]] = Field(default_factory=list)
     """Where the log goes too, by the callbacks of transformers; their packages have to be installed."""
     eval_steps: Execution[NonNegativeInt] = 0
-    """Steps between two evaluations on the held-out rows; one follows the last step too. 0 for none."""
+    """Steps between two evaluations on the held-out rows; one follows the last step too. 0 for none.
+    Part of the key with `load_best_model_at_end`."""
     load_best_model_at_end: bool = False
     """The result is the model with the lowest held-out loss of all evaluations, not the last."""
     preflight: Execution[bool] = True
@@ -94,6 +95,14 @@ class TrainingConfig(Section):
     """Keep checkpoints of multiples of this many steps, and leave them in `<store>/.runs`; 0 for none."""
     async_save: Execution[bool] = True
     """Write checkpoints while training goes on."""
+
+    @field_validator("report_to", "freeze", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        """One name may stand without a list, as transformers has it; `none` is the empty list."""
+        if isinstance(value, str):
+            return [] if value == "none" else [value]
+        return value
 
     def identity(self) -> dict[str, Any]:
         """Without the fields that others leave without effect."""

@@ -59,6 +59,13 @@ def test_wrong_field_is_named_on_one_line(tmp_path: Path, override: str, message
     assert "\n" not in str(caught.value)
 
 
+def test_one_name_may_stand_without_a_list(tmp_path: Path):
+    given = ["training.report_to=tensorboard", "training.freeze=embed_tokens"]
+    training = load_recipe(write(tmp_path / "recipe.yaml", MINIMAL), given).training
+    assert (training.report_to, training.freeze) == (["tensorboard"], ["embed_tokens"])
+    assert load_recipe(tmp_path / "recipe.yaml", ["training.report_to=none"]).training.report_to == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -155,8 +162,8 @@ def test_every_section_field_is_either_identity_or_execution():
         section = getattr(config, name)
         if hasattr(section, "identity"):
             fields = set(type(section).model_fields)
-            assert set(section.identity()) | set(section.execution()) == fields
-            assert not set(section.identity()) & set(section.execution())
+            assert section.identity_fields() | set(section.execution()) == fields
+            assert not section.identity_fields() & set(section.execution())
 
 
 def test_mark_survives_pydantic():
