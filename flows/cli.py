@@ -79,11 +79,12 @@ def agent(
 @app.command()
 def fields(
     section: Annotated[str | None, typer.Argument(help="Only this section, for instance training.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """List the fields of a recipe: default, whether it is part of a key, meaning."""
+    """List the fields of a recipe: default, whether it is part of a key, choices, meaning."""
     from flows.commands import show_fields
 
-    show_fields(section)
+    show_fields(section, as_json=as_json)
 
 
 @app.command(name="ls")

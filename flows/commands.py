@@ -7,12 +7,13 @@ import signal
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 from rich.tree import Tree
 
+from flows.console import make_console, plain_table
 from flows.recipe import load_recipe
 from mca_lib.errors import ConfigError
 from mca_lib.evaluation.report import comparison, note
@@ -58,7 +59,7 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
     from tasks.errors import LeaseLost, StageFailed
 
     provide_server()
-    console = Console()
+    console = make_console()
     try:
         with run_console(console):
             result = pipeline(config, refresh=refresh)
@@ -68,6 +69,10 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
     except KeyboardInterrupt:
         print("mcaflow: interrupted; the same command goes on from what is finished", file=sys.stderr)
         sys.exit(130)
+    except SystemExit as error:
+        if error.code == 128 + signal.SIGTERM:
+            print("mcaflow: terminated; the same command goes on from what is finished", file=sys.stderr)
+        raise
     _print_result(console, result)
 
 
@@ -85,21 +90,35 @@ def check_everything(recipe: Path, overrides: list[str]) -> None:
     print(f"{recipe}: nothing stands in its way")
 
 
-def show_fields(section: str | None) -> None:
+def show_fields(section: str | None, *, as_json: bool = False) -> None:
     """``mcaflow fields``."""
     from flows.recipe import PipelineConfig
 
     sections = {name: field.annotation for name, field in PipelineConfig.model_fields.items() if name != "name"}
     if section is not None and section not in sections:
         raise ConfigError(f"{section}: no such section; one of {', '.join(sections)}")
-    table = Table("field", "default", "in the key", "what it says", box=None, pad_edge=False)
+    rows = []
     for name in [section] if section else sections:
         identity = sections[name].identity_fields()
         for field, info in sections[name].model_fields.items():
             default = "required" if info.is_required() else _shown(info.get_default(call_default_factory=True))
-            description = " ".join((info.description or "").split())
-            table.add_row(f"{name}.{field}", default, "yes" if field in identity else "no", description)
-    Console().print(table)
+            choices, meaning = _choices(info.annotation), " ".join((info.description or "").split())
+            rows.append((f"{name}.{field}", default, "yes" if field in identity else "no", choices, meaning))
+    headings = ("field", "default", "in the key", "choices", "what it says")
+    if as_json:
+        print(json.dumps([dict(zip(headings, row, strict=True)) for row in rows], indent=1))
+        return
+    table = plain_table(*headings)
+    for row in rows:
+        table.add_row(*(escape(cell if isinstance(cell, str) else " | ".join(cell)) for cell in row))
+    make_console().print(table)
+
+
+def _choices(annotation: Any) -> list[str]:
+    """The values that a field may have, where they are few; those of a list's items too."""
+    if get_origin(annotation) is Literal:
+        return [str(choice) for choice in get_args(annotation)]
+    return [choice for part in get_args(annotation) for choice in _choices(part)]
 
 
 def _shown(default: Any) -> str:
@@ -114,11 +133,8 @@ def show_plan(recipe: Path, overrides: list[str]) -> None:
 
     config = load_recipe(recipe, overrides)
     check_recipe(config)
-    console = Console()
     marks = {"hit": "[green]hit[/]", "miss": "[yellow]miss[/]", "waits": "waits"}
-    table = Table(box=None, pad_edge=False)
-    for heading in ("stage", "", "why"):
-        table.add_column(heading, overflow="fold")
+    table = plain_table("stage", "", "why")
     for row in make_plan(config, ArtifactStore(config.store.path)):
         detail = row.detail[:12] if row.verdict == "hit" else row.detail
         table.add_row(row.stage, marks[row.verdict], "changed since the nearest record:" if row.changed else detail)
@@ -128,12 +144,12 @@ def show_plan(recipe: Path, overrides: list[str]) -> None:
             table.add_row("", "", f"and {len(row.changed) - _SHOWN_CHANGES} more")
         for library in row.libraries:
             table.add_row("", "", f"[dim]made with another version: {library}[/]")
-    console.print(table)
+    make_console().print(table)
 
 
 def list_artifacts(store: Path, stage: str | None) -> None:
     """``mcaflow ls``."""
-    table = Table("artifact", "files", "size", "made", "took", box=None, pad_edge=False)
+    table = plain_table("artifact", "files", "size", "made", "took")
     artifacts = ArtifactStore(store, create=False).ls(stage)
     if not artifacts:
         print(f"no artifacts in {store.absolute()}" + (f" of stage {stage}" if stage else ""))
@@ -149,16 +165,16 @@ def list_artifacts(store: Path, stage: str | None) -> None:
             _age(record.producer.started),
             f"{record.producer.seconds:.1f} s",
         )
-    Console().print(table)
+    make_console().print(table)
 
 
 def show_artifact(store: Path, reference: str) -> None:
     """``mcaflow show``."""
     artifact = _find(ArtifactStore(store, create=False), reference)
     record = artifact.record
-    console = Console()
+    console = make_console()
     console.print(f"[bold]{artifact.stage}/{artifact.key}[/]", highlight=False)
-    facts = Table(box=None, pad_edge=False, show_header=False)
+    facts = plain_table("", "", show_header=False)
     facts.add_row("path", str(artifact.path))
     facts.add_row("digest", artifact.digest)
     facts.add_row("made", f"{record.producer.started} on {record.producer.host} in {record.producer.seconds:.1f} s")
@@ -167,7 +183,7 @@ def show_artifact(store: Path, reference: str) -> None:
     for title, content in (("key is made of", record.payload), ("statistics", record.stats)):
         console.print(f"[bold]{title}[/]")
         console.print_json(json.dumps(content))
-    files = Table("file", "size", "blake3", box=None, pad_edge=False)
+    files = plain_table("file", "size", "blake3")
     for name, entry in sorted(record.files.items()):
         files.add_row(name, human_size(entry.size), entry.digest[:16])
     console.print(files)
@@ -176,7 +192,7 @@ def show_artifact(store: Path, reference: str) -> None:
 def show_lineage(store: Path, reference: str) -> None:
     """``mcaflow lineage``."""
     opened = ArtifactStore(store, create=False)
-    Console().print(_branch(opened.lineage(_find(opened, reference))), highlight=False)
+    make_console().print(_branch(opened.lineage(_find(opened, reference))), highlight=False)
 
 
 def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
@@ -216,7 +232,7 @@ def human_size(size: int) -> str:
 
 
 def _print_result(console: Console, result: "PipelineResult") -> None:
-    stages = Table("stage", "", "seconds", "artifact", box=None, pad_edge=False)
+    stages = plain_table("stage", "", "seconds", "artifact")
     for name, outcome in result.outcomes.items():
         mark = "[green]cached[/]" if outcome.cached else "computed"
         stages.add_row(name, mark, f"{outcome.seconds:.1f}", f"{name}/{outcome.artifact.key[:12]}")
@@ -227,7 +243,7 @@ def _print_result(console: Console, result: "PipelineResult") -> None:
     evaluation = result.outcomes["evaluate"].artifact
     metrics = evaluation_metrics(evaluation)
     heading, *rows = comparison(metrics)
-    table = Table(*heading, box=None, pad_edge=False)
+    table = plain_table(*heading)
     for row in rows:
         table.add_row(*row)
     console.print()

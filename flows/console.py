@@ -4,6 +4,7 @@ The console of the current run travels in a context variable, so that tasks that
 run that a Prefect worker started has none, and its stages report to Prefect alone.
 """
 
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,26 @@ from contextvars import ContextVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
 
+WIDE = 500
+"""Columns where no terminal sets them, and of tables of numbers, which a narrow terminal wraps."""
 _PLAIN_INTERVAL_S = 10.0
 """Without a terminal, a running stage prints a line this often."""
 
 _current: ContextVar["RunConsole | None"] = ContextVar("mcaflow_console", default=None)
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """For stdout or stderr. Into a pipe or a file, lines are as long as they are: rich would end them at 80 columns."""
+    is_terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, width=None if is_terminal else WIDE)
+
+
+def plain_table(*headings: str, show_header: bool = True) -> Table:
+    """Columns without lines between them. What is too wide for a terminal is wrapped, not cut."""
+    columns = [Column(heading, overflow="fold") for heading in headings]
+    return Table(*columns, box=None, pad_edge=False, show_header=show_header)
 
 
 def current_console() -> "RunConsole | None":
@@ -58,12 +74,16 @@ class RunConsole:
         if not self._console.is_terminal:
             self.line(f"{stage:<9} started")
 
-    def progress(self, stage: str, done: float, total: float | None, note: str) -> None:
-        """``done`` of ``total`` units (None: unknown); ``note`` is the rest of the line."""
+    def progress(self, stage: str, done: float, total: float | None, note: str, *, keep: bool = False) -> None:
+        """``done`` of ``total`` units (None: unknown); ``note`` is the rest of the line.
+
+        Lines that follow each other quickly are left out, but not those to ``keep``.
+        """
         note = f"{fraction(done, total)}  {note}"
         if stage in self._tasks:
             self._bars.update(self._tasks[stage], completed=done, total=total, note=note)
-        if not self._console.is_terminal and time.monotonic() - self._printed.get(stage, 0.0) >= _PLAIN_INTERVAL_S:
+        is_due = time.monotonic() - self._printed.get(stage, 0.0) >= _PLAIN_INTERVAL_S
+        if keep or (is_due and not self._console.is_terminal):
             self._printed[stage] = time.monotonic()
             self.line(f"{stage:<9} {note}")
 

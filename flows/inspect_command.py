@@ -9,6 +9,7 @@ from typing import Any, get_args, get_type_hints
 from rich.console import Console
 from rich.table import Table
 
+from flows.console import WIDE, make_console
 from mca_lib.converter.headers import check_weights, weight_files
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models import size
@@ -39,8 +40,6 @@ _SHOWN = (
 _OPTIONS = {name: "--" + name.replace("_", "-") for name in ARGUMENTS}
 """Field of a layout → the command's option."""
 _BYTES = ("weights", "gradients", "optimizer", "activations", "total")
-_WIDE = 500
-"""Columns for tables of numbers: a narrow terminal wraps them, it does not cut them."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def inspect_model(
     elif found.refused:
         raise ConfigError(found.refused)
     else:
-        _print(found, Console())
+        _print(found, make_console())
 
 
 def inspection(
@@ -163,7 +162,7 @@ def _print(found: Inspection, console: Console) -> None:
         facts.add_row("balancing", "off in training: neither aux_loss_coeff nor updates of expert biases are used")
     facts.add_row("weights", found.weights)
     console.print(facts, highlight=False)
-    wide = Console(width=_WIDE)
+    wide = Console(width=WIDE)
     console.print()
     parts = Table("part", "parameters", box=None, pad_edge=False)
     parts.columns[1].justify = "right"

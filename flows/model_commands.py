@@ -8,10 +8,10 @@ import uuid
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flows.commands import human_size
+from flows.console import make_console
 from mca_lib.converter.headers import check_weights
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
@@ -126,7 +126,7 @@ def _run(job: str, spec: dict[str, Any], title: str, *, show_steps: bool = False
     """Run a job under a bar, or with a line for each thing that it does. Raises UserError; any other failure is one
     line and exit code 1."""
     signal.signal(signal.SIGTERM, _terminated)
-    console = Console(stderr=True)
+    console = make_console(stderr=True)
     folder = Path(tempfile.mkdtemp(prefix="mcaflow-"))
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn())
     try:

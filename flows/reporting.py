@@ -37,7 +37,9 @@ class StageReporter:
         note = describe_metrics(metrics)
         self._show_started()
         if self._console:
-            self._console.progress(self._stage, done, total, note)
+            # Of a training: its evaluations, and the last step.
+            keep = "step" in metrics and ("eval_loss" in metrics or done == total)
+            self._console.progress(self._stage, done, total, note, keep=keep)
         with self._lock:
             if (total is None or done < total) and time.monotonic() - self._updated < _INTERVAL_S:
                 return

@@ -1,6 +1,8 @@
 """The command line: instant help, honest exit codes, and one line on stderr for a mistake of the user."""
 
+import io
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -11,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
+from flows.console import run_console
+from flows.reporting import StageReporter
 from mca_lib.demo_assets import make_demo_assets
 from tasks.record import RECORD_NAME, dumps
 from tasks.store import ArtifactStore
@@ -62,7 +67,8 @@ def workspace(assets: Path, tmp_path: Path) -> Workspace:
 
 def mcaflow(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run the command line in `folder`, as a shell would."""
-    env = os.environ | {"PREFECT_API_URL": "http://127.0.0.1:1/api", "COLUMNS": "200"}
+    env = os.environ | {"PREFECT_API_URL": "http://127.0.0.1:1/api"}
+    env.pop("COLUMNS", None)
     command = [sys.executable, "-m", "flows.cli", *arguments]
     return subprocess.run(command, cwd=folder, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
 
@@ -205,7 +211,24 @@ def test_fields_lists_every_field_with_its_place_in_the_key(tmp_path: Path):
     shown = mcaflow(tmp_path, "fields").stdout
     assert "training.learning_rate" in shown
     assert "launcher.nproc_per_node" in shown
+    (line,) = [line for line in shown.splitlines() if "training.lr_scheduler_type" in line]
+    assert "constant | linear | cosine | warmup_stable_decay" in line, "into a pipe, no line is cut"
+    listed = json.loads(mcaflow(tmp_path, "fields", "launcher", "--json").stdout)
+    assert listed[0]["choices"] == ["local", "nodes", "slurm"]
     assert mcaflow(tmp_path, "fields", "trainin").returncode == 2
+
+
+def test_evaluations_and_the_last_step_are_printed_however_quick_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(StageReporter, "_tell_prefect", lambda *_: None)
+    output = io.StringIO()
+    with run_console(Console(file=output)):
+        reporter = StageReporter("train", logging.getLogger("test"))
+        for step in range(1, 5):
+            reporter.progress(step, 4, step=step, loss=1.0)
+            if step == 2:
+                reporter.progress(step, 4, step=step, eval_loss=2.0)
+    shown = [line.split() for line in output.getvalue().splitlines()]
+    assert shown == [["train", "started"], ["train", "2/4", "eval", "loss", "2"], ["train", "4/4", "loss", "1"]]
 
 
 def test_verify_finds_a_flipped_bit_and_exits_with_1(run: Run):
