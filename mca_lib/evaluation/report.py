@@ -54,7 +54,7 @@ def note(metrics: Mapping[str, Any]) -> str:
         return (
             f"{metrics['preference']['pairs']} held-out pairs, {metrics['tokens']} tokens with loss in chosen answers"
         )
-    return metrics["note"] or f"{metrics['documents']} held-out rows, {metrics['tokens']} tokens with loss"
+    return metrics["note"] or f"{metrics['documents']} held-out documents, {metrics['tokens']} tokens with loss"
 
 
 def _figures(metrics: Mapping[str, Any]) -> list[str]:
@@ -64,9 +64,8 @@ def _figures(metrics: Mapping[str, Any]) -> list[str]:
     rule = ["---", *("---:" for _ in heading[1:])]
     table = "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *rows))
     difference = metrics["difference"]
-    paired = (
-        " ± is one standard error, paired over rows." if difference and difference["loss_stderr"] is not None else ""
-    )
+    has_error = difference and difference["loss_stderr"] is not None
+    paired = " ± is one standard error of the paired differences." if has_error else ""
     return [table, f"{note(metrics)}.{paired}"]
 
 

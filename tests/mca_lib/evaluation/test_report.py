@@ -23,7 +23,7 @@ def test_table_sets_the_models_side_by_side():
         "| perplexity | 972.6 | 1.042 |  |",
         "| next-token accuracy | 0.0% | 99.8% | +99.8 points |",
         "",
-        "46 held-out rows, 612 tokens with loss. ± is one standard error, paired over rows.",
+        "46 held-out documents, 612 tokens with loss. ± is one standard error of the paired differences.",
     ]
 
 
@@ -40,7 +40,7 @@ def test_pairs_have_rows_of_their_own():
         "| reward accuracy |  | 95.7% |  |",
         "| reward margin |  | −0.250 ± 0.125 |  |",
         "",
-        "46 held-out pairs, 612 tokens with loss in chosen answers. ± is one standard error, paired over rows.",
+        "46 held-out pairs, 612 tokens with loss in chosen answers. ± is one standard error of the paired differences.",
     ]
 
 
