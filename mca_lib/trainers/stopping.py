@@ -4,7 +4,7 @@ import logging
 import signal
 import sys
 import threading
-from typing import Self
+from typing import NoReturn, Self
 
 import torch.distributed as dist
 
@@ -30,6 +30,12 @@ class StopRequest:
 
     def _remember(self, *_: object) -> None:
         self.requested = True
+
+
+def leave_after(step: int, total: int) -> NoReturn:
+    """Leave when `checkpoint-<step>` is whole; every rank."""
+    log.warning("stopped by SIGTERM after step %d of %d; resumed, it goes on from checkpoint-%d", step, total, step)
+    sys.exit(EXIT_ON_SIGTERM)
 
 
 def leave_if_requested(stop: StopRequest) -> None:

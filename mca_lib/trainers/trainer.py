@@ -9,7 +9,6 @@ checkpoint and leave with status 143. After the last step they come to the end f
 """
 
 import logging
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -44,7 +43,7 @@ from mca_lib.trainers.progress import Meter, Totals, TrainingLog, finite, last_l
 from mca_lib.trainers.result import TrainResult
 from mca_lib.trainers.row_checks import check_loss, check_rows
 from mca_lib.trainers.schedule import BatchShape
-from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest, leave_if_requested
+from mca_lib.trainers.stopping import StopRequest, leave_after, leave_if_requested
 from mca_lib.trainers.training_args import TrainingArguments
 
 log = logging.getLogger(__name__)
@@ -140,10 +139,7 @@ class McaTrainer:
                 self._save(step, totals)
             if wishes.terminated:
                 self._saver.finish()
-                log.warning(
-                    "stopped by SIGTERM after step %d of %d; resumed, it goes on from checkpoint-%d", step, last, step
-                )
-                sys.exit(EXIT_ON_SIGTERM)
+                leave_after(step, last)
         self._saver.finish()
         self._tell_saved()
         if self.eval_dataset is not None and evaluated_at != step:

@@ -5,9 +5,7 @@ The Trainer writes a checkpoint into its own folder, with its own files. It is t
 """
 
 import json
-import logging
 import math
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -30,9 +28,7 @@ from mca_lib.trainers.llama_factory.rows import MicroBatches
 from mca_lib.trainers.progress import Meter, Totals, TrainingLog, last_loss, read_log
 from mca_lib.trainers.result import TrainResult
 from mca_lib.trainers.schedule import Schedule
-from mca_lib.trainers.stopping import EXIT_ON_SIGTERM, StopRequest, leave_if_requested
-
-log = logging.getLogger(__name__)
+from mca_lib.trainers.stopping import StopRequest, leave_after, leave_if_requested
 
 
 class Record(TrainerCallback):
@@ -150,13 +146,7 @@ class Record(TrainerCallback):
         dist.barrier()
         from_rank_0(lambda: self._seal(Path(args.output_dir) / f"{PREFIX}{self.step}"))
         if self._stopping:
-            log.warning(
-                "stopped by SIGTERM after step %d of %d; resumed, it goes on from checkpoint-%d",
-                self.step,
-                self.schedule.total_steps,
-                self.step,
-            )
-            sys.exit(EXIT_ON_SIGTERM)
+            leave_after(self.step, self.schedule.total_steps)
 
     def finish(self) -> None:
         """Write the result; all ranks. The trained model is in its place. After SIGTERM, leave."""
