@@ -99,6 +99,7 @@ def run_command(
             forward(ended=True)
         except BaseException:
             _stop(process, grace)
+            forward(ended=True)  # what it said of its end
             raise
         finally:
             # Whatever happened: nothing of this command is left.

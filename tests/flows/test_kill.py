@@ -61,3 +61,5 @@ def test_terminated_it_saves_a_checkpoint_and_leaves_no_process(start: Callable[
     assert terminated.wait() == 128 + signal.SIGTERM
     terminated.seconds_until_gone(limit=10)
     assert newest_checkpoint(terminated.store) >= terminated.trained_steps()[-1]
+    assert f"it goes on from checkpoint-{newest_checkpoint(terminated.store)}" in terminated.output()
+    assert "the same command goes on from what is finished" in terminated.output()
