@@ -88,7 +88,7 @@ class TrainingConfig(Section):
     preflight: Execution[bool] = True
     """Try one step and one checkpoint, and forget them, before the training starts."""
     save_steps: Execution[NonNegativeInt] = 100
-    """A checkpoint to resume from every this many steps; 0 for none but on SIGTERM."""
+    """A checkpoint to resume from every this many steps, and of the last step; 0 for none but on SIGTERM."""
     save_total_limit: Execution[PositiveInt] = 2
     """Checkpoints to resume from that are kept, the newest ones."""
     save_keep_every: Execution[NonNegativeInt] = 0
