@@ -20,6 +20,7 @@ from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.models.training_rules import check_training_options
+from mca_lib.trainers.idle import idle_fields
 from mca_lib.trainers.llama_factory import check_model
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
@@ -87,9 +88,9 @@ class TrainStage(Stage):
         }
         # Execution otherwise, these decide which model is the best.
         best = {"eval_steps": self.training.eval_steps} if self.training.load_best_model_at_end else {}
-        fields = self.training.identity() | best
-        if not McaModelConfig.from_pretrained(self.checkpoint.path).mtp_num_layers:
-            del fields["mtp_loss_weight"]
+        mtp_layers = McaModelConfig.from_pretrained(self.checkpoint.path).mtp_num_layers
+        idle = idle_fields(self.training.lr_scheduler_type, self.training.max_steps, mtp_layers)
+        fields = {name: value for name, value in self.training.identity().items() if name not in idle} | best
         return fields | {name: config.identity() for name, config in used.items() if config}
 
     def inputs(self) -> dict[str, Input]:

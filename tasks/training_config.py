@@ -104,16 +104,6 @@ class TrainingConfig(Section):
             return [] if value == "none" else [value]
         return value
 
-    def identity(self) -> dict[str, Any]:
-        """Without the fields that others leave without effect."""
-        idle = {
-            "num_train_epochs": self.max_steps > 0,
-            "min_learning_rate": self.lr_scheduler_type == "constant",
-            "decay_ratio": self.lr_scheduler_type != "warmup_stable_decay",
-            "decay_style": self.lr_scheduler_type != "warmup_stable_decay",
-        }
-        return {name: value for name, value in super().identity().items() if not idle.get(name)}
-
 
 class ParallelConfig(Section):
     """The parallel layout, all of it execution: it decides speed and memory; the result changes by rounding alone."""

@@ -9,11 +9,13 @@ from mca_lib.data.indexed_rows import IndexedRows, Rows
 from mca_lib.data.indexed_split import sampled_digest
 from mca_lib.data.statistics import split_digest
 from mca_lib.models import VirtualModels
+from mca_lib.trainers.idle import idle_fields
 from mca_lib.trainers.schedule import BatchShape, Schedule
 from mca_lib.trainers.training_args import TrainingArguments
 
 _MEGATRON_FIELDS = (
     "fp8",
+    "min_learning_rate",
     "decay_ratio",
     "decay_style",
     "moe_aux_loss_coeff",
@@ -44,6 +46,7 @@ def run_identity(
     model: VirtualModels, args: TrainingArguments, rows: Rows, schedule: Schedule, shape: BatchShape
 ) -> dict[str, Any]:
     """Names and values, as an error shows them."""
+    idle = idle_fields(args.lr_scheduler_type.value, args.max_steps, model.mca_config.mtp_num_layers)
     return {
         **_model_identity(model),
         "rows": len(rows),
@@ -54,13 +57,12 @@ def run_identity(
         "seed": args.seed,
         "precision": "bf16" if args.bf16 else "fp16" if args.fp16 else "fp32",
         "learning_rate": args.learning_rate,
-        "min_learning_rate": args.min_learning_rate,
         "lr_scheduler_type": args.lr_scheduler_type.value,
         "warmup_steps": args.get_warmup_steps(schedule.total_steps),
         "weight_decay": args.weight_decay,
         "adam": [args.adam_beta1, args.adam_beta2, args.adam_epsilon],
         "max_grad_norm": args.max_grad_norm,
-        **{name: getattr(args, name) for name in _MEGATRON_FIELDS},
+        **{name: getattr(args, name) for name in _MEGATRON_FIELDS if name not in idle},
     }
 
 

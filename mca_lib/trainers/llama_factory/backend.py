@@ -40,6 +40,7 @@ from mca_lib.models.config import McaModelConfig, read_json
 from mca_lib.parallel import init_process_group
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.identity import identify_rows
+from mca_lib.trainers.idle import idle_fields
 from mca_lib.trainers.llama_factory import check_model, files, rows
 from mca_lib.trainers.llama_factory.record import Record
 from mca_lib.trainers.llama_factory.trainers import PairTrainer, TokenTrainer
@@ -210,6 +211,9 @@ def _identity(
     """What must be the same for a checkpoint to be resumed; the number of ranks may differ."""
     names = ("learning_rate", "min_learning_rate", "decay_ratio", "decay_style", "weight_decay", "adam_beta1",
              "adam_beta2", "adam_epsilon", "max_grad_norm", "seed", "bf16", "fp16")  # fmt: skip
+    idle = idle_fields(args.lr_scheduler_type.value, args.max_steps, mtp_layers=0)
+    of_adapters = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora")
+    has_adapters = finetuning_args.finetuning_type == "lora"
     return {
         "backend": "LLaMA-Factory",
         "base model": base,
@@ -220,8 +224,9 @@ def _identity(
         "global_batch_size": schedule.global_batch_size,
         "lr_scheduler_type": args.lr_scheduler_type.value,
         "warmup_steps": args.get_warmup_steps(schedule.total_steps),
-        **{name: getattr(args, name) for name in names},
-        **{name: value for name, value in vars(finetuning_args).items() if not name.startswith("pref")},
+        **{name: getattr(args, name) for name in names if name not in idle},
+        "stage": finetuning_args.stage,
+        "adapters": {name: getattr(finetuning_args, name) for name in of_adapters} if has_adapters else None,
         "preference": None if preference is None else vars(preference),
     }
 

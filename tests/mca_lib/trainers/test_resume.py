@@ -291,6 +291,9 @@ def test_a_checkpoint_of_a_run_with_other_settings_is_refused(ranks, folder):
     change_tokens(Path(shutil.copytree(folder / "store", folder / "other store")) / "train")
     with pytest.raises(RankError, match=r"CheckpointError: .*made with data='\w+', this run has"):
         ranks(1, train, places[0], f"{folder}/other store", str(out), OPTIONS)
+    without_effect = {"decay_ratio": 0.5, "mtp_loss_weight": 0.3}
+    (value,) = ranks(1, train, *places, str(out), {**OPTIONS, **without_effect})
+    assert value["log"][0]["step"] == 1, "the log goes on where the killed run was"
 
 
 def test_the_result_says_what_was_trained(ranks, folder):
