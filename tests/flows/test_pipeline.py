@@ -68,8 +68,8 @@ def test_a_run_leaves_its_evaluation_and_its_stages_in_prefect(run: Run):
     assert {artifact.key for artifact in found} == {"evaluation", "run"}
 
 
-def test_a_changed_learning_rate_trains_again_and_nothing_before_it(run: Run):
-    result = pipeline(run.with_fields(training={"learning_rate": 2e-3}))
+def test_a_changed_training_trains_again_and_nothing_before_it(run: Run):
+    result = pipeline(run.with_fields(training={"max_steps": 1}))
     assert computed(result) == {"train", "export", "evaluate"}
 
 

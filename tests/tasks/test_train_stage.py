@@ -1,9 +1,7 @@
 """The train stage with torchrun: what is published, what is cached, and what is left when it is killed."""
 
-import contextlib
 import json
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -11,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-import psutil
+import numpy as np
 import pytest
 
 from mca_lib.checkpoint.sealed import RECORD_NAME, new_staging, seal
@@ -20,13 +18,11 @@ from tasks.canonical import JSON
 from tasks.contract import Produced, Stage, StageContext
 from tasks.errors import StageFailed
 from tasks.links import link
-from tasks.process import TAG
 from tasks.stage import Hit, Miss, ensure, probe
 from tasks.store import ArtifactStore
 from tasks.train import TrainStage
 from tasks.training_config import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig
-from tests.mca_lib.trainers.preference_training import make_pair_store
-from tests.mca_lib.trainers.training import VOCAB, make_model, make_store
+from tests.mca_lib.trainers.training import make_model, make_store
 
 TRAINING = TrainingConfig(
     global_batch_size=4,
@@ -173,39 +169,10 @@ def test_the_preference_loss_is_part_of_the_key_of_a_preference_training_only(st
     assert "dpo" not in stage(store, folder).identity()
 
 
-def test_a_preference_training_runs_in_its_ranks_with_its_fields(store, folder):
-    make_pair_store(folder / "pairs", rows=6)
-    (folder / "pairs" / "meta.json").write_text(json.dumps({"objective": "dpo"}))
-    config = DPO.model_copy(update={"num_train_epochs": 2.0})
-    made = replace(stage(store, folder, rows="pairs"), training=config, dpo=DpoConfig(pref_loss="hinge", pref_beta=0.2))
-    stats = ensure(store, made).artifact.stats
-    assert stats["steps"] == 4
-    assert 0 < stats["final_loss"] < stats["train_loss"] < 1, "hinge begins at 1"
-
-
-def test_killed_with_its_parent_it_leaves_no_rank_and_the_next_run_resumes_to_the_same_bits(folder, trained):
-    store = ArtifactStore(folder / "killed")
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from tests.tasks.test_train_stage import stage, ensure, ArtifactStore\n"
-        "store = ArtifactStore(sys.argv[1])\n"
-        "print('cached', ensure(store, stage(store, Path(sys.argv[2]))).cached)"
-    )
-    parent = subprocess.Popen([sys.executable, "-c", code, str(store.root), str(folder)])
-    while not list(store.root.glob(".work/**/checkpoint-*/.record.json")):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            pytest.fail(f"the run ended with {parent.wait(0.05)} before it could be killed")
-    tag = store.tag("train", trained.artifact.key)
-    children = [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(TAG) == tag]
-    assert len(children) >= 3, "torchrun and two ranks"
-    parent.send_signal(signal.SIGKILL)
-    parent.wait()
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert not alive
-    assert not list(store.root.glob("train/*"))
-    resumed = ensure(store, stage(store, folder))
-    assert not resumed.cached
-    assert resumed.artifact.digest == trained.artifact.digest
+def test_ranks_get_the_fields_of_the_preference_loss(store, folder, tmp_path):
+    made = replace(stage(store, folder), training=DPO, dpo=DpoConfig(pref_loss="hinge", pref_beta=0.2))
+    arguments = made._arguments(tmp_path, tmp_path / "final")
+    assert (arguments["stage"], arguments["pref_loss"], arguments["pref_beta"]) == ("dpo", "hinge", 0.2)
 
 
 def test_two_machines_train_to_the_same_bits_as_one(folder, trained):
@@ -282,17 +249,12 @@ def test_what_an_attempt_left_is_published_when_it_is_whole(folder, tmp_path, mo
 
 
 def test_a_defect_in_a_rank_comes_with_that_ranks_traceback(store, folder):
-    from mca_lib.data.token_store import TokenStoreWriter
-
-    with TokenStoreWriter(folder / "foreign" / "train") as writer:
-        for _ in range(4):
-            writer.add_row([([VOCAB + 5] * 8, [True] * 8)])
-    with pytest.raises(
-        StageFailed, match=r"(?s)train: rank 0: \w+Error: .*log: .*collate|train: rank 0: \w+Error: .*embedding"
-    ):
-        ensure(
-            store, replace(stage(store, folder, rows="foreign"), launcher=LauncherConfig(), parallel=ParallelConfig())
-        )
+    make_store(folder / "inconsistent", rows=4)
+    documents = folder / "inconsistent" / "train" / "row_documents.npy"
+    np.save(documents, np.load(documents) + 1000)
+    alone = {"launcher": LauncherConfig(), "parallel": ParallelConfig()}
+    with pytest.raises(StageFailed, match=r"(?s)train: rank 0: IndexError: .*log: .*row_checks\.py"):
+        ensure(store, replace(stage(store, folder, rows="inconsistent"), **alone))
 
 
 def test_a_mistake_that_a_rank_finds_is_one_line(store, folder):

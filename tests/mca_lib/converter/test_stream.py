@@ -256,7 +256,8 @@ def test_source_that_changes_while_it_is_read_is_an_error(tmp_path: Path, file: 
         if done != total // 2:
             return
         if how == "written":
-            path.write_bytes(data)
+            with path.open("r+b") as file:  # at no moment shorter: another thread reads
+                file.write(data)
             status = path.stat()
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns + 1))  # the clock of a file system is coarse
             return

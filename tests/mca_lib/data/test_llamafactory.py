@@ -1,9 +1,7 @@
 """What is used of LLaMA-Factory 0.9.5 behaves as it did when this was written, and as the models expect."""
 
-import ast
 import inspect
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,19 +74,6 @@ def test_signatures_are_as_used(function, parameters):
 
 def test_template_names_are_found_without_importing_llamafactory():
     assert set(template_names()) == set(TEMPLATES)
-
-
-def test_one_module_of_the_library_imports_llamafactory():
-    root = Path(__file__).parents[3]
-    users = set()
-    for package in ("mca_lib", "tasks", "flows"):
-        for path in (root / package).rglob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-                names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-                if any(name.split(".")[0] == "llamafactory" for name in names):
-                    users.add(str(path.relative_to(root)))
-    assert users == {"mca_lib/data/llamafactory.py"}
 
 
 def test_golden_tokens(tokenizer):

@@ -22,7 +22,7 @@ def step_of_weighted_labels() -> tuple[float, float]:
     from mca_lib.trainers.loss import TokenObjective
 
     class WeightedLabels(MegatronModule):
-        model_type = ModelType.encoder_or_decoder
+        adapters, model_type = None, ModelType.encoder_or_decoder
 
         def __init__(self) -> None:
             super().__init__(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1))
@@ -31,7 +31,7 @@ def step_of_weighted_labels() -> tuple[float, float]:
         def set_input_tensor(self, tensor: object) -> None:
             pass
 
-        def forward(self, ids_1S, positions_1S, mask, labels, loss_mask, packed_seq_params):
+        def forward(self, ids_1S, positions_1S, mask, labels, loss_mask, packed_seq_params, padding_mask):
             return labels * self.weight
 
     args = Seq2SeqTrainingArguments(output_dir="unused", max_grad_norm=0.0)
