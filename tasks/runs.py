@@ -11,10 +11,9 @@ import shutil
 from pathlib import Path
 
 from mca_lib.checkpoint.retention import PREFIX, numbered
+from mca_lib.trainers.names import LOG_NAME
 from tasks.contract import StageContext
 from tasks.links import link
-
-LOG_NAME = "training_log.jsonl"
 
 
 def runs_folder(ctx: StageContext) -> Path:

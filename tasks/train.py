@@ -22,6 +22,7 @@ from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.models.training_rules import check_training_options
 from mca_lib.trainers.idle import idle_fields
 from mca_lib.trainers.llama_factory import check_model
+from mca_lib.trainers.names import RESULT_NAME
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
 from tasks.launchers import launch
@@ -37,7 +38,6 @@ from tasks.training_config import (
 )
 from tasks.training_problems import preference_problems, training_problems
 
-RESULT_NAME = "train_result.json"
 # fp32 weights and two Adam moments for each weight of 2 bytes, and the weights themselves.
 CHECKPOINT_PER_WEIGHT_BYTE = 7
 # In fp32: the model that it starts from, its result, and that as a checkpoint.

@@ -30,9 +30,7 @@ class BestModel:
         """Keep the weights as they are now, if no earlier evaluation had so low a loss."""
         if not math.isfinite(loss) or (self.found and loss >= self.found["loss"]):
             return
-        staging = Path(from_rank_0(lambda: str(new_staging(self._output_dir))))
-        self._model.save_pretrained(staging)
-        from_rank_0(lambda: seal(staging, self._path(step), {"step": step, "eval_loss": loss}))
+        save_sealed(self._model, self._path(step), {"step": step, "eval_loss": loss})
         self.found = {"step": step, "loss": loss}
 
     def publish(self, directory: Path) -> None:
@@ -56,6 +54,13 @@ class BestModel:
 
     def _path(self, step: int) -> Path:
         return self._output_dir / f"{BEST_PREFIX}{step}"
+
+
+def save_sealed(model: VirtualModels, directory: Path, meta: dict[str, Any]) -> None:
+    """Write the weights as they are now, with a record, whole or not at all; collective."""
+    staging = Path(from_rank_0(lambda: str(new_staging(directory.parent))))
+    model.save_pretrained(staging)
+    from_rank_0(lambda: seal(staging, directory, meta))
 
 
 def best_identity(args: TrainingArguments, held_out: Rows | None) -> dict[str, Any]:

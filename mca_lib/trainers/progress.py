@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mca_lib.trainers.engine import StepMetrics
+from mca_lib.trainers.names import LOG_NAME
 
-LOG_NAME = "training_log.jsonl"
 CURVE_POINTS = 20
 
 

@@ -11,10 +11,9 @@ import torch.distributed as dist
 
 from mca_lib.checkpoint.sealed import sync
 from mca_lib.platforms import current_platform
+from mca_lib.trainers.names import RESULT_NAME
 from mca_lib.trainers.preflight import Preflight
 from mca_lib.trainers.progress import Totals, curve, read_log
-
-RESULT_NAME = "train_result.json"
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from transformers.trainer_utils import IntervalStrategy
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import Retention
 from mca_lib.checkpoint.saver import CheckpointSaver
-from mca_lib.checkpoint.sealed import new_staging, remove_leftovers, seal
+from mca_lib.checkpoint.sealed import remove_leftovers
 from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint
 from mca_lib.data.indexed_rows import Rows
 from mca_lib.data.token_store import Row
@@ -30,7 +30,7 @@ from mca_lib.errors import ConfigError
 from mca_lib.models import VirtualModels
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import Alignment, MicroBatch, collate
-from mca_lib.trainers.best import BestModel, best_identity
+from mca_lib.trainers.best import BestModel, best_identity, save_sealed
 from mca_lib.trainers.callbacks import Callbacks, Wishes
 from mca_lib.trainers.divergence import refuse_divergence
 from mca_lib.trainers.engine import Engine, StepMetrics
@@ -164,13 +164,8 @@ class McaTrainer:
 
     def save_model(self, directory: Path) -> None:
         """Write the MCA checkpoint directory of the weights as they are now, whole or not at all."""
-        box = [str(new_staging(directory.parent)) if self._is_rank_0 else None]
-        dist.broadcast_object_list(box, src=0)
         self.engine.gather_weights()
-        self.model.save_pretrained(Path(box[0]))
-        if self._is_rank_0:
-            seal(Path(box[0]), directory, {})
-        dist.barrier()
+        save_sealed(self.model, directory, {})
 
     def _objective(self) -> Objective:
         return TokenObjective()
