@@ -13,11 +13,13 @@ from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 
+from mca_lib.trainers.optimizer import optimizer_parts
+
 
 @contextlib.contextmanager
 def places_without_padding(optimizer: MegatronOptimizer) -> Iterator[None]:
     """While it is entered, a buffer says where its parameters lie as if buckets were not padded at their ends."""
-    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    parts = optimizer_parts(optimizer)
     buffers = [buffer for part in parts if isinstance(part, DistributedOptimizer) for buffer in part.buffers]
     places = [buffer.param_index_map for buffer in buffers]
     try:

@@ -34,6 +34,7 @@ from mca_lib.checkpoint.retention import PREFIX, STATE_NAME, Retention
 from mca_lib.checkpoint.sealed import new_staging, seal
 from mca_lib.checkpoint.training import STATE_FOLDER, TrainerState, rng_name, rng_state, sharded_state, trained_part
 from mca_lib.trainers.engine import Engine
+from mca_lib.trainers.optimizer import optimizer_parts
 
 
 @dataclass
@@ -142,8 +143,7 @@ def _live_storages(engine: Engine) -> Iterator[int]:
     for chunk in engine.bare_chunks:
         for tensor in (*trained_part(chunk).parameters(), *trained_part(chunk).buffers()):
             yield _storage(tensor)
-    found = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
-    for optimizer in filter(None, (each.optimizer for each in found)):
+    for optimizer in filter(None, (part.optimizer for part in optimizer_parts(engine.optimizer))):
         for group in optimizer.param_groups:
             yield from map(_storage, group["params"])
         for state in optimizer.state.values():

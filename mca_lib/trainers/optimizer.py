@@ -39,9 +39,14 @@ def make_optimizer(args: TrainingArguments, chunks: Sequence[DistributedDataPara
     return get_megatron_optimizer(config, list(chunks))
 
 
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
+    """Megatron has a second one for experts that are spread over ranks; one without weights has `optimizer` None."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
 def allocate_moments(optimizer: MegatronOptimizer) -> None:
     """Moments of 0 for all weights that have none, as before the first update."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         if part.init_state_fn is not None and part.optimizer is not None:
             part.init_state_fn(part.optimizer, part.config)
 

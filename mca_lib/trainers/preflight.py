@@ -29,7 +29,7 @@ from mca_lib.errors import ConfigError, ResourceError, UserError
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.batches import MicroBatch
 from mca_lib.trainers.engine import Engine
-from mca_lib.trainers.optimizer import allocate_moments
+from mca_lib.trainers.optimizer import allocate_moments, optimizer_parts
 
 
 @dataclass(frozen=True)
@@ -95,8 +95,9 @@ def _forgotten(engine: Engine) -> Iterator[None]:
     random_states = rng_state()
     buffers = [(buffer, buffer.clone()) for chunk in engine.bare_chunks for buffer in chunk.buffers()]
     yield
-    for optimizer in _optimizers(engine):
-        optimizer.optimizer.state.clear()
+    for part in optimizer_parts(engine.optimizer):
+        if part.optimizer is not None:
+            part.optimizer.state.clear()
     for buffer, before in buffers:
         buffer.copy_(before)
     engine.expert_measures()  # starts to count anew
@@ -117,9 +118,3 @@ def _named(batches: Sequence[MicroBatch], output_dir: Path) -> Iterator[None]:
             f"preflight: out of memory with the longest rows, {batches[0].num_tokens} tokens in a micro batch: lower "
             "the micro batch size, use recompute_granularity, or spread the model over more ranks"
         ) from error
-
-
-def _optimizers(engine: Engine) -> list:
-    """Megatron has a second one for experts that are spread over ranks."""
-    found = getattr(engine.optimizer, "chained_optimizers", [engine.optimizer])
-    return [optimizer for optimizer in found if optimizer.optimizer is not None]
