@@ -6,7 +6,7 @@ preflight reads it in milliseconds. `mca_lib.models.transformer_config` turns it
 """
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -15,21 +15,26 @@ from mca_lib.models.config_fields import from_json
 from mca_lib.models.config_parts import (
     ROPE_TYPES,
     Experts,
+    HybridLayers,
     LatentAttention,
     LinearRope,
     Llama3Rope,
+    Mamba2,
     RopeScaling,
     YarnRope,
     check_sizes,
 )
+from mca_lib.models.hybrid.pattern import ATTENTION, MAMBA, MLP, MOE, LayerMap, check_translatable
 
 __all__ = [
     "CONFIG_NAME",
     "ROPE_TYPES",
     "Experts",
+    "HybridLayers",
     "LatentAttention",
     "LinearRope",
     "Llama3Rope",
+    "Mamba2",
     "McaModelConfig",
     "RopeScaling",
     "YarnRope",
@@ -59,7 +64,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class McaModelConfig:
-    """A decoder-only transformer: RMSNorm, rotary positions, causal attention, SwiGLU."""
+    """A decoder-only transformer (RMSNorm, rotary positions, causal attention, SwiGLU), or a hybrid with its layers."""
 
     model_type: str
     """Hugging Face model type; names the family that maps config and weights."""
@@ -84,6 +89,8 @@ class McaModelConfig:
     """Layers without the window, counted from 0."""
     latent_attention: LatentAttention | None = None
     moe: Experts | None = None
+    hybrid: HybridLayers | None = None
+    """None: a transformer. Else num_layers counts the layers of the pattern."""
     mtp_num_layers: int = 0
     """Multi-token prediction layers after the last (https://arxiv.org/abs/2412.19437, 2.2)."""
     tie_word_embeddings: bool = False
@@ -106,6 +113,8 @@ class McaModelConfig:
         check_sizes(self, *_SIZES)
         for name in ("full_attention_layers", "source_copies"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.hybrid is not None:
+            self._check_hybrid(self.hybrid)
         if self.num_attention_heads % self.num_query_groups:
             raise ModelError(
                 f"model config: {self.num_attention_heads} attention heads do not divide into "
@@ -138,6 +147,14 @@ class McaModelConfig:
                 f"model config: rope_scaling: attention_factor={rope.attention_factor} with factor={rope.factor} is "
                 "not supported: latent attention has no attention factor where the factor is not greater than 1"
             )
+
+    def _check_hybrid(self, hybrid: HybridLayers) -> None:
+        if len(hybrid.pattern) != self.num_layers:
+            raise ModelError(f"model config: num_layers={self.num_layers}, and hybrid.pattern={hybrid.pattern!r}")
+        if self.moe_layers != tuple(i for i, symbol in enumerate(hybrid.pattern) if symbol == MOE):
+            raise ModelError(f"model config: moe.layers={self.moe_layers} are not the E of {hybrid.pattern!r}")
+        if self.mtp_num_layers:
+            raise ModelError("model config: a hybrid has no multi-token prediction (mtp_num_layers)")
 
     # Sizes that the weight tables name.
 
@@ -181,13 +198,68 @@ class McaModelConfig:
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """Layers with a dense MLP."""
+        if self.hybrid is not None:
+            return self._layers_of(MLP)
         moe = set(self.moe_layers)
         return tuple(i for i in range(self.num_layers) if i not in moe)
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        return tuple(range(self.num_layers)) if self.hybrid is None else self._layers_of(ATTENTION)
+
+    @property
+    def mamba_layers(self) -> tuple[int, ...]:
+        return () if self.hybrid is None else self._layers_of(MAMBA)
+
+    def _layers_of(self, symbol: str) -> tuple[int, ...]:
+        return tuple(i for i, found in enumerate(self.hybrid.pattern) if found == symbol)
+
+    @property
     def stacked_layers(self) -> bool:
         """A checkpoint stores the layers as one tensor with a leading axis: they are all alike."""
-        return len(self.moe_layers) in (0, self.num_layers)
+        return self.hybrid is None and len(self.moe_layers) in (0, self.num_layers)
+
+    # From a transformer to a hybrid and back.
+
+    def with_hybrid(self, hybrid: HybridLayers, field: str = "hybrid_layer_pattern") -> Self:
+        """The hybrid that starts from this transformer. Raises ConfigError, naming `field`, where it cannot."""
+        if self.hybrid is not None:
+            raise ConfigError(f"{field}: the model is a hybrid already, of pattern {self.hybrid.pattern!r}")
+        if self.mtp_num_layers:
+            raise ConfigError(f"{field}: a transformer with multi-token prediction cannot become a hybrid")
+        if self.latent_attention is not None:
+            raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
+        if self.moe is not None and len(self.moe.layers) != self.num_layers:
+            raise ConfigError(
+                f"{field}: a transformer with dense and MoE layers cannot become a hybrid; all must be alike"
+            )
+        layers = check_translatable(hybrid.pattern, self.num_layers, has_experts=self.moe is not None, field=field)
+        return replace(
+            self,
+            hybrid=hybrid,
+            num_layers=len(layers.layers),
+            moe=self.moe and replace(self.moe, layers=layers.mlp),
+            full_attention_layers=tuple(layers.attention[i] for i in self.full_attention_layers),
+        )
+
+    @property
+    def layer_map(self) -> LayerMap:
+        """Where a hybrid has the parts of the transformer that it could have started from."""
+        return LayerMap(self.hybrid.pattern)
+
+    @property
+    def transformer(self) -> Self:
+        """The transformer that `with_hybrid` made this hybrid of; a transformer is its own."""
+        if self.hybrid is None:
+            return self
+        layers = self.layer_map
+        return replace(
+            self,
+            hybrid=None,
+            num_layers=layers.num_transformer_layers,
+            moe=self.moe and replace(self.moe, layers=tuple(range(layers.num_transformer_layers))),
+            full_attention_layers=tuple(layers.transformer_layer[i] for i in self.full_attention_layers),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, every field."""
@@ -211,7 +283,10 @@ class McaModelConfig:
         if version != FORMAT_VERSION:
             raise ConfigError(f"{where}: format_version {version!r} is not {FORMAT_VERSION}; convert the model again")
         try:
-            for name, part in (("latent_attention", LatentAttention), ("moe", Experts)):
+            if isinstance(hybrid := values.get("hybrid"), dict) and hybrid.get("mamba") is not None:
+                mamba = from_json(Mamba2, hybrid["mamba"], f"{where}: hybrid: mamba")
+                values["hybrid"] = {**hybrid, "mamba": mamba}
+            for name, part in (("latent_attention", LatentAttention), ("moe", Experts), ("hybrid", HybridLayers)):
                 if values.get(name) is not None:
                     values[name] = from_json(part, values[name], f"{where}: {name}")
             if values.get("rope_scaling") is not None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mca_lib.errors import ModelError
+from mca_lib.models.hybrid.pattern import MAMBA
 
 
 def check_sizes(config: object, *names: str) -> None:
@@ -165,3 +166,41 @@ class Experts:
     @property
     def has_shared(self) -> bool:
         return self.shared_ffn_hidden_size is not None
+
+
+@dataclass(frozen=True)
+class Mamba2:
+    """Sizes of the Mamba-2 layers of a hybrid (https://arxiv.org/abs/2405.21060)."""
+
+    num_heads: int
+    head_dim: int
+    """Channels of a head; inner size = num_heads x head_dim."""
+    state_size: int = 128
+    num_groups: int = 1
+    """Groups of heads that share B and C."""
+    conv_kernel: int = 4
+    chunk_size: int = 128
+    """Tokens that a kernel takes at once; the result does not depend on it."""
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_heads", "head_dim", "state_size", "num_groups", "conv_kernel", "chunk_size")
+        if self.num_heads % self.num_groups:
+            raise ModelError(f"model config: {self.num_heads} Mamba heads do not divide into {self.num_groups} groups")
+
+    @property
+    def inner_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True)
+class HybridLayers:
+    """The layers of a hybrid model in place of a transformer's."""
+
+    pattern: str
+    """One symbol per layer, without pipeline stages; see `mca_lib.models.hybrid.pattern`."""
+    mamba: Mamba2 | None = None
+    """None where the pattern has no M."""
+
+    def __post_init__(self) -> None:
+        if (MAMBA in self.pattern) != (self.mamba is not None):
+            raise ModelError(f"model config: hybrid: sizes of Mamba layers go with M in the pattern, {self.pattern!r}")

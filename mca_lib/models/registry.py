@@ -57,7 +57,7 @@ def check_hf_config(hf: dict[str, Any]) -> None:
 
 def check_config(config: McaModelConfig) -> None:
     """Raises ModelError naming the field whose value the config's family cannot have."""
-    family_of(config.model_type).check(config)
+    family_of(config.model_type).check(config.transformer)
 
 
 def check_layout(hf: dict[str, Any], parallel: ParallelSizes) -> None:
