@@ -2,9 +2,10 @@
 
 torchrun's stores listen on every interface, whatever the rendezvous endpoint and the local address say (torch 2.15),
 and whoever reaches them can write into them. Here they are handed a socket that is bound to that address: 127.0.0.1 on
-one machine.
+one machine. Ranks that compute on CPU get the memory settings of `mca_lib.heap`.
 """
 
+import os
 import signal
 import socket
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.launcher import api as launcher
 
+from mca_lib.heap import heap_settings
 from mca_lib.restarts import RestartingAgent
 
 
@@ -42,6 +44,8 @@ def main() -> None:
     # each: a second one would end it while its ranks are writing their checkpoint, and they die with it.
     api._terminate_process_handler = _once(api._terminate_process_handler)
     launcher.LocalElasticAgent = RestartingAgent
+    if not torch.cuda.is_available():
+        os.environ.update(heap_settings())  # the ranks inherit it
     from torch.distributed.run import main as torchrun
 
     torchrun()

@@ -15,7 +15,7 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -72,9 +72,14 @@ class Call:
 
 
 class RankPool:
-    """Starts the server on the first call and stops it in `close`; a context manager."""
+    """Starts the server on the first call and stops it in `close`; a context manager.
 
-    def __init__(self) -> None:
+    Args:
+        env: added to the environment of the server and its ranks.
+    """
+
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._env = dict(env or {})
         self._server: subprocess.Popen | None = None
         self._connection: Connection | None = None
 
@@ -127,6 +132,7 @@ class RankPool:
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": str(ROOT),
                 "TOKENIZERS_PARALLELISM": "false",
+                **self._env,
             }
             env.pop("PYTHONDONTWRITEBYTECODE", None)
             self._server = subprocess.Popen(
