@@ -15,6 +15,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 from mca_lib.errors import ConfigError
 from mca_lib.parallel import DistributingParallelArguments
 from mca_lib.platforms import current_platform, uses_transformer_engine
+from mca_lib.trainers.hybrid_args import HybridArguments
 from mca_lib.trainers.schedule import BatchShape, Schedule
 from mca_lib.trainers.tracking import check_trackers
 
@@ -48,7 +49,7 @@ SCHEDULES = {
 
 
 @dataclass
-class MegatronArguments(DistributingParallelArguments):
+class MegatronArguments(HybridArguments, DistributingParallelArguments):
     """What Megatron-Core adds to transformers' arguments."""
 
     global_batch_size: int | None = field(
@@ -149,6 +150,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
             )
         if self.overlap_param_gather and not (self.overlap_grad_reduce and self.use_distributed_optimizer):
             raise ConfigError("overlap_param_gather=True needs overlap_grad_reduce and use_distributed_optimizer")
+        self.check_hybrid()
         self._check_hardware()
         if self.recompute_granularity not in ("none", "selective", "full"):
             raise ConfigError(f"recompute_granularity={self.recompute_granularity!r}: use none, selective or full")
