@@ -37,6 +37,7 @@ def expected_shapes(config: McaModelConfig) -> dict[str, tuple[int, ...]]:
     sizes: dict[str, list[int]] = {}
     for entry in entries(config):
         key, index = stored_key(entry.mca, config.stacked_layers)
-        shapes[key] = entry.mapping.local_shape(config, 0, 1)
-        sizes[key] = [i + 1 for i in index]  # the last index is the highest
+        for part, shape in entry.mapping.stored_parts(config):
+            shapes[key + part] = shape
+            sizes[key + part] = [i + 1 for i in index]  # the last index is the highest
     return {key: (*sizes[key], *shape) for key, shape in shapes.items()}

@@ -10,12 +10,14 @@ So splitting, fusing, their inverse and the shape check are one piece of code, a
     Vocabulary   a + padding                     axis 0 is split, padded with zeros to a multiple of the ranks
     QKV          q0 q1 k0 v0 | q2 q3 k1 v1 | ... heads interleaved by key/value group, axis 0 is split
     GatedMLP     gate | up                       each half is split on its own
+    Packed       z | x | B | ...                 parts of one tensor on both sides, each split and stored on its own
 
 Placeholders of a name say how often a row exists:
 
     {layer}           once per layer, or per layer of `layers`
     {expert}          once per expert; split over the expert tensor parallel ranks
     {mtp}             once per multi-token prediction layer, counted from 0; {layer} goes on from the last layer then
+    {source_layer}    in a hybrid: the transformer layer that {layer} has a part of
 
 Dimensions are names of `McaModelConfig` attributes, dotted for a part (`moe.ffn_hidden_size`), or numbers. Importing
 this needs no torch.
@@ -112,6 +114,13 @@ class Mapping(ABC):
         """Is there one such tensor for every expert?"""
         return "{expert}" in self.mca
 
+    def stored_parts(self, config: "McaModelConfig") -> tuple[tuple[str, Shape], ...]:
+        """(what its key adds to the tensor's name, shape) of every tensor that a checkpoint stores for this one.
+
+        They are the tensor, end to end along axis 0.
+        """
+        return (("", self.local_shape(config, 0, 1)),)
+
     def indices(self, config: "McaModelConfig") -> Iterator[dict[str, int]]:
         """What the placeholders of the names stand for, once for every tensor of this row."""
         for outer in self._layer_indices(config):
@@ -125,7 +134,8 @@ class Mapping(ABC):
             yield from ({"mtp": i, "layer": config.num_layers + i} for i in range(config.mtp_num_layers))
         elif "{layer}" in self.mca:
             layers = range(config.num_layers) if self.layers is None else attrgetter(self.layers)(config)
-            yield from ({"layer": i} for i in layers)
+            source = {} if config.hybrid is None else config.layer_map.transformer_layer
+            yield from ({"layer": i, "source_layer": source.get(i, i)} for i in layers)
         else:
             yield {}
 
@@ -311,6 +321,31 @@ class GatedMLP(Mapping):
         start, stop = _share(self.hf_shapes(config)[0][0], rank, size)
         yield Segment(0, start, stop)
         yield Segment(1, start, stop)
+
+
+@dataclass(frozen=True)
+class Packed(Mapping):
+    """Weights end to end in one tensor, here and there; a rank owns a share of each, and a checkpoint stores each."""
+
+    parts: tuple[tuple[str, Dim], ...]
+    """(Name of a part, its rows)."""
+    columns: tuple[Dim, ...]
+    """Dimensions beside the rows."""
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        rows, columns = _sizes(config, tuple(rows for _, rows in self.parts)), _sizes(config, self.columns)
+        return ((sum(rows), *columns),)
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        first = 0
+        for rows in _sizes(config, tuple(rows for _, rows in self.parts)):
+            start, stop = _share(rows, rank, size)
+            yield Segment(0, first + start, first + stop)
+            first += rows
+
+    def stored_parts(self, config: "McaModelConfig") -> tuple[tuple[str, Shape], ...]:
+        columns = _sizes(config, self.columns)
+        return tuple((f".{name}", (*_sizes(config, (rows,)), *columns)) for name, rows in self.parts)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:

@@ -191,6 +191,11 @@ class Mamba2:
     def inner_size(self) -> int:
         return self.num_heads * self.head_dim
 
+    @property
+    def group_size(self) -> int:
+        """Channels of B, or of C, over all groups."""
+        return self.num_groups * self.state_size
+
 
 @dataclass(frozen=True)
 class HybridLayers:

@@ -16,6 +16,7 @@ from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.quantization import block_size
 from mca_lib.models.families.rope import DEFAULT_BASE, rope_from_hf, rope_to_hf
 from mca_lib.models.families.window import NO_WINDOW, WindowRule
+from mca_lib.models.hybrid.weights import hybrid_rows
 
 REQUIRED = object()
 """Default of a config field that the source must give."""
@@ -118,6 +119,8 @@ class Family:
     copies: tuple[Copy, ...] = (TIED_HEAD,)
     ignored_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Tensors (regular expressions) that old checkpoints carry and that hold nothing learned."""
+    hybrid: bool = False
+    """The Hugging Face model is a hybrid itself: the table has all kinds of layers, counted as the pattern does."""
 
     def config_from_hf(self, hf: HfConfig) -> McaModelConfig:
         """Config table, left to right. Raises ModelError naming the field that cannot be carried over."""
@@ -196,7 +199,8 @@ class Family:
 
     def mappings(self, config: McaModelConfig) -> list[Mapping]:
         """Rows of the weight table that this config has."""
-        return [m for m in self.weights if m.when is None or attrgetter(m.when)(config)]
+        rows = [m for m in self.weights if m.when is None or attrgetter(m.when)(config)]
+        return rows if config.hybrid is None or self.hybrid else hybrid_rows(rows)
 
     def copies_of(self, config: McaModelConfig) -> dict[str, str]:
         """Name of every tensor that a source of this config may store a second time → the tensor that it must equal."""

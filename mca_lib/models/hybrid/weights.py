@@ -1,0 +1,47 @@
+"""Weight table of a hybrid: the rows of the transformer that it started from, and those of its Mamba-2 layers.
+
+A row stands for one parameter of Megatron. Names on the right of a Mamba row are no model's: nothing of Hugging Face
+corresponds to a fresh layer, and `freeze: [mamba]` finds them. No torch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from mca_lib.converter.mappings import Column, Mapping, Packed, Replicated, Row
+from mca_lib.models.hybrid.names import HYBRID_NORM, TRANSFORMER_NORM
+
+_MCA, _HF = "decoder.layers.{layer}.mixer.", "mamba.{layer}."
+_INNER, _GROUP, _HEADS = "hybrid.mamba.inner_size", "hybrid.mamba.group_size", "hybrid.mamba.num_heads"
+_CONV = (("x", _INNER), ("B", _GROUP), ("C", _GROUP))
+"""What the convolution runs over."""
+_HIDDEN, _LAYERS = "hidden_size", "mamba_layers"
+
+# fmt: off
+MAMBA_WEIGHTS: tuple[Mapping, ...] = (
+    Replicated(_MCA + "in_proj.layer_norm_weight", _HF + "norm.weight", (_HIDDEN,), layers=_LAYERS),
+    # z gates the output; x, B, C and dt are the input of the recurrence.
+    Packed(    _MCA + "in_proj.weight",  _HF + "in_proj.weight", (("z", _INNER), *_CONV, ("dt", _HEADS)), (_HIDDEN,),
+               layers=_LAYERS),
+    Packed(    _MCA + "conv1d.weight",   _HF + "conv1d.weight", _CONV, (1, "hybrid.mamba.conv_kernel"), layers=_LAYERS),
+    Packed(    _MCA + "conv1d.bias",     _HF + "conv1d.bias", _CONV, (), layers=_LAYERS),
+    Column(    _MCA + "A_log",           _HF + "A_log", (_HEADS,), layers=_LAYERS),
+    Column(    _MCA + "D",               _HF + "D", (_HEADS,), layers=_LAYERS),
+    Column(    _MCA + "dt_bias",         _HF + "dt_bias", (_HEADS,), layers=_LAYERS),
+    Column(    _MCA + "norm.weight",     _HF + "gated_norm.weight", (_INNER,), layers=_LAYERS),
+    Row(       _MCA + "out_proj.weight", _HF + "out_proj.weight", (_HIDDEN, _INNER), layers=_LAYERS),
+)
+# fmt: on
+
+
+def hybrid_rows(rows: Iterable[Mapping]) -> list[Mapping]:
+    """The rows of a transformer's table for a hybrid, whose layers have but one part each, and the Mamba rows."""
+    return [*map(_renumbered, rows), *MAMBA_WEIGHTS]
+
+
+def _renumbered(row: Mapping) -> Mapping:
+    if row.mca.startswith(TRANSFORMER_NORM):
+        return replace(row, mca=HYBRID_NORM + row.mca.removeprefix(TRANSFORMER_NORM))
+    if "{layer}" not in row.mca:
+        return row
+    hf = tuple(name.replace("{layer}", "{source_layer}") for name in row.hf)
+    return replace(row, hf=hf, layers=row.layers or "attention_layers")  # rows of MLPs say which layers have them
