@@ -5,7 +5,7 @@ whatever layout wrote them, with one in memory. Layers and experts are leading a
 names with both written out. Threads may share a reader.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -52,6 +52,11 @@ class CheckpointReader(StoredPieces):
             for name, _, shape in written_out(key, tuple(meta.size))
         ]
         return iter(sorted(tensors, key=lambda t: t.name))
+
+    @property
+    def keys(self) -> Collection[str]:
+        """Everything that is stored, what is no tensor too."""
+        return self._metadata.state_dict_metadata.keys()
 
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor. Raises CheckpointError when it is not there or its file is damaged."""
