@@ -13,7 +13,7 @@ from mca_lib.converter import mappings
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families.base import Family
-from mca_lib.models.registry import family_of
+from mca_lib.models.registry import family_of, weights_family
 
 LISTED = 3
 """Names that an error lists before it only counts."""
@@ -68,8 +68,8 @@ class Plan:
 
 
 def entries(config: McaModelConfig, family: Family | None = None) -> Iterator[Entry]:
-    """The weight table of the model's family, with layers and experts written out."""
-    for mapping in (family or family_of(config.model_type)).mappings(config):
+    """The weight table of the model, or that of a family, with layers and experts written out."""
+    for mapping in (family or weights_family(config)).mappings(config):
         for index in mapping.indices(config):
             yield Entry(mapping, mapping.mca.format(**index), tuple(name.format(**index) for name in mapping.hf))
 

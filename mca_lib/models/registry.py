@@ -11,6 +11,7 @@ from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families import deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from mca_lib.models.families.base import Family
+from mca_lib.models.families.mcaflow_hybrid import FAMILY as MCAFLOW_HYBRID
 from mca_lib.models.layout import ParallelSizes
 from mca_lib.models.layout_rules import check_training_layout
 
@@ -45,6 +46,15 @@ def family_of(model_type: object) -> Family:
     )
 
 
+def weights_family(config: McaModelConfig) -> Family:
+    """Whose weight table has all weights of this model: that of its checkpoint, and of what an export writes.
+
+    A hybrid that started from a transformer is exported as that again, unless it has layers that the transformer lacks.
+    """
+    own = family_of(config.model_type)
+    return MCAFLOW_HYBRID if config.mamba_layers and not own.hybrid else own
+
+
 def config_from_hf(hf: dict[str, Any]) -> McaModelConfig:
     """Hugging Face config → `McaModelConfig`. Raises ModelError naming the field that cannot be carried over."""
     return family_of(hf.get("model_type")).config_from_hf(hf)
@@ -57,7 +67,8 @@ def check_hf_config(hf: dict[str, Any]) -> None:
 
 def check_config(config: McaModelConfig) -> None:
     """Raises ModelError naming the field whose value the config's family cannot have."""
-    family_of(config.model_type).check(config.transformer)
+    family = family_of(config.model_type)
+    family.check(config if family.hybrid else config.transformer)
 
 
 def check_layout(hf: dict[str, Any], parallel: ParallelSizes) -> None:

@@ -199,7 +199,8 @@ class Family:
 
     def mappings(self, config: McaModelConfig) -> list[Mapping]:
         """Rows of the weight table that this config has."""
-        rows = [m for m in self.weights if m.when is None or attrgetter(m.when)(config)]
+        rows = [row for row in self.weights if row.layers is None or attrgetter(row.layers)(config)]
+        rows = [row for row in rows if row.when is None or attrgetter(row.when)(config)]
         return rows if config.hybrid is None or self.hybrid else hybrid_rows(rows)
 
     def copies_of(self, config: McaModelConfig) -> dict[str, str]:

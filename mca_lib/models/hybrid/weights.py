@@ -1,7 +1,7 @@
 """Weight table of a hybrid: the rows of the transformer that it started from, and those of its Mamba-2 layers.
 
-A row stands for one parameter of Megatron. Names on the right of a Mamba row are no model's: nothing of Hugging Face
-corresponds to a fresh layer, and `freeze: [mamba]` finds them. No torch.
+A row stands for one parameter of Megatron. Mamba layers are named alike by Hugging Face's models; those that a
+transformer got have names of `families.mcaflow_hybrid` in an export, and none in the source. No torch.
 """
 
 from collections.abc import Iterable
@@ -10,27 +10,34 @@ from dataclasses import replace
 from mca_lib.converter.mappings import Column, Mapping, Packed, Replicated, Row
 from mca_lib.models.hybrid.names import HYBRID_NORM, TRANSFORMER_NORM
 
-_MCA, _HF = "decoder.layers.{layer}.mixer.", "mamba.{layer}."
+_MCA = "decoder.layers.{layer}.mixer."
 _INNER, _GROUP, _HEADS = "hybrid.mamba.inner_size", "hybrid.mamba.group_size", "hybrid.mamba.num_heads"
 _CONV = (("x", _INNER), ("B", _GROUP), ("C", _GROUP))
 """What the convolution runs over."""
 _HIDDEN, _LAYERS = "hidden_size", "mamba_layers"
 
+
 # fmt: off
-MAMBA_WEIGHTS: tuple[Mapping, ...] = (
-    Replicated(_MCA + "in_proj.layer_norm_weight", _HF + "norm.weight", (_HIDDEN,), layers=_LAYERS),
-    # z gates the output; x, B, C and dt are the input of the recurrence.
-    Packed(    _MCA + "in_proj.weight",  _HF + "in_proj.weight", (("z", _INNER), *_CONV, ("dt", _HEADS)), (_HIDDEN,),
-               layers=_LAYERS),
-    Packed(    _MCA + "conv1d.weight",   _HF + "conv1d.weight", _CONV, (1, "hybrid.mamba.conv_kernel"), layers=_LAYERS),
-    Packed(    _MCA + "conv1d.bias",     _HF + "conv1d.bias", _CONV, (), layers=_LAYERS),
-    Column(    _MCA + "A_log",           _HF + "A_log", (_HEADS,), layers=_LAYERS),
-    Column(    _MCA + "D",               _HF + "D", (_HEADS,), layers=_LAYERS),
-    Column(    _MCA + "dt_bias",         _HF + "dt_bias", (_HEADS,), layers=_LAYERS),
-    Column(    _MCA + "norm.weight",     _HF + "gated_norm.weight", (_INNER,), layers=_LAYERS),
-    Row(       _MCA + "out_proj.weight", _HF + "out_proj.weight", (_HIDDEN, _INNER), layers=_LAYERS),
-)
+def mamba_weights(norm: str, mixer: str) -> tuple[Mapping, ...]:
+    """Rows of the Mamba-2 layers; `norm` and `mixer` are what the Hugging Face names of a layer's parts begin with."""
+    return (
+        Replicated(_MCA + "in_proj.layer_norm_weight", norm + "weight", (_HIDDEN,), layers=_LAYERS),
+        # z gates the output; x, B, C and dt are the input of the recurrence.
+        Packed(    _MCA + "in_proj.weight",  mixer + "in_proj.weight", (("z", _INNER), *_CONV, ("dt", _HEADS)),
+                   (_HIDDEN,), layers=_LAYERS),
+        Packed(    _MCA + "conv1d.weight",   mixer + "conv1d.weight", _CONV, (1, "hybrid.mamba.conv_kernel"),
+                   layers=_LAYERS),
+        Packed(    _MCA + "conv1d.bias",     mixer + "conv1d.bias", _CONV, (), layers=_LAYERS),
+        Column(    _MCA + "A_log",           mixer + "A_log", (_HEADS,), layers=_LAYERS),
+        Column(    _MCA + "D",               mixer + "D", (_HEADS,), layers=_LAYERS),
+        Column(    _MCA + "dt_bias",         mixer + "dt_bias", (_HEADS,), layers=_LAYERS),
+        Column(    _MCA + "norm.weight",     mixer + "norm.weight", (_INNER,), layers=_LAYERS),
+        Row(       _MCA + "out_proj.weight", mixer + "out_proj.weight", (_HIDDEN, _INNER), layers=_LAYERS),
+    )
 # fmt: on
+
+
+MAMBA_WEIGHTS = mamba_weights("mamba.{layer}.input_norm.", "mamba.{layer}.")
 
 
 def hybrid_rows(rows: Iterable[Mapping]) -> list[Mapping]:

@@ -1,0 +1,85 @@
+"""The hybrids that `mca_lib.converter.remote_code` has the code of: a transformer's layers and Mamba-2 layers.
+
+An export of a hybrid that started from a transformer is of this family; no architecture of transformers has its
+mathematics. A layer is a norm and one of `self_attn`, `mlp` (dense, or experts) and `mamba`.
+"""
+
+from mca_lib.converter.mappings import QKV, GatedMLP, Replicated, Row, Vocabulary
+from mca_lib.models.families.base import Family
+from mca_lib.models.hybrid.weights import mamba_weights
+
+MODEL_TYPE = "mcaflow_hybrid"
+_MCA, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
+_ATTENTION, _MLP = _MCA + "self_attention.", _MCA + "mlp."
+_HF_ATTENTION, _HF_MLP = _HF + "self_attn.", _HF + "mlp."
+_EXPERT, _SHARED = _HF_MLP + "experts.{expert}.", _HF_MLP + "shared_expert."
+_FFN, _EXPERT_FFN, _SHARED_FFN = "ffn_hidden_size", "moe.ffn_hidden_size", "moe.shared_ffn_hidden_size"
+
+
+def _qkv(kind: str) -> tuple[str, ...]:
+    return tuple(f"{_HF_ATTENTION}{name}_proj.{kind}" for name in "qkv")
+
+
+def _gate_up(module: str, kind: str = "weight") -> tuple[str, ...]:
+    return tuple(f"{module}{name}_proj.{kind}" for name in ("gate", "up"))
+
+
+# fmt: off
+EMBEDDINGS = (
+    Vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight"),
+    Replicated("decoder.final_norm.weight",        "model.norm.weight", ("hidden_size",)),
+    Vocabulary("output_layer.weight",              "lm_head.weight", when="untied"),
+)
+
+ATTENTION = (
+    Replicated(_ATTENTION + "linear_qkv.layer_norm_weight", _HF + "norm.weight", ("hidden_size",),
+               layers="attention_layers"),
+    QKV(       _ATTENTION + "linear_qkv.weight",   _qkv("weight"), ("hidden_size",), layers="attention_layers"),
+    QKV(       _ATTENTION + "linear_qkv.bias",     _qkv("bias"), (), layers="attention_layers",
+               when="qkv_bias"),
+    Replicated(_ATTENTION + "q_layernorm.weight",  _HF_ATTENTION + "q_norm.weight", ("kv_channels",),
+               layers="attention_layers", when="qk_layernorm"),
+    Replicated(_ATTENTION + "k_layernorm.weight",  _HF_ATTENTION + "k_norm.weight", ("kv_channels",),
+               layers="attention_layers", when="qk_layernorm"),
+    Row(       _ATTENTION + "linear_proj.weight",  _HF_ATTENTION + "o_proj.weight", ("hidden_size", "query_size"),
+               layers="attention_layers"),
+    Replicated(_ATTENTION + "linear_proj.bias",    _HF_ATTENTION + "o_proj.bias", ("hidden_size",),
+               layers="attention_layers", when="attention_output_bias"),
+)
+
+MLP = (
+    Replicated(_MLP + "linear_fc1.layer_norm_weight", _HF + "norm.weight", ("hidden_size",), layers="dense_layers"),
+    GatedMLP(  _MLP + "linear_fc1.weight",         _gate_up(_HF_MLP), layers="dense_layers"),
+    GatedMLP(  _MLP + "linear_fc1.bias",           _gate_up(_HF_MLP, "bias"), (_FFN,), layers="dense_layers",
+               when="mlp_bias"),
+    Row(       _MLP + "linear_fc2.weight",         _HF_MLP + "down_proj.weight", ("hidden_size", _FFN),
+               layers="dense_layers"),
+    Replicated(_MLP + "linear_fc2.bias",           _HF_MLP + "down_proj.bias", ("hidden_size",), layers="dense_layers",
+               when="mlp_bias"),
+)
+
+EXPERTS = (
+    Replicated(_MCA + "pre_mlp_layernorm.weight",  _HF + "norm.weight", ("hidden_size",), layers="moe_layers"),
+    Replicated(_MLP + "router.weight",             _HF_MLP + "gate.weight", ("moe.num_experts", "hidden_size"),
+               layers="moe_layers"),
+    GatedMLP(  _MLP + "experts.experts.{expert}.linear_fc1.weight", _gate_up(_EXPERT),
+               (_EXPERT_FFN, "hidden_size"), layers="moe_layers"),
+    Row(       _MLP + "experts.experts.{expert}.linear_fc2.weight", _EXPERT + "down_proj.weight",
+               ("hidden_size", _EXPERT_FFN), layers="moe_layers"),
+    GatedMLP(  _MLP + "shared_experts.linear_fc1.weight", _gate_up(_SHARED), (_SHARED_FFN, "hidden_size"),
+               layers="moe_layers", when="moe.has_shared"),
+    Row(       _MLP + "shared_experts.linear_fc2.weight", _SHARED + "down_proj.weight", ("hidden_size", _SHARED_FFN),
+               layers="moe_layers", when="moe.has_shared"),
+    Replicated(_MLP + "shared_experts.gate_weight", _HF_MLP + "shared_expert_gate.weight", (1, "hidden_size"),
+               layers="moe_layers", when="moe.shared_gate"),
+)
+# fmt: on
+
+FAMILY = Family(
+    model_type=MODEL_TYPE,
+    architecture="McaflowHybridForCausalLM",
+    fields=(),
+    weights=(*EMBEDDINGS, *ATTENTION, *MLP, *EXPERTS, *mamba_weights(_HF + "norm.", _HF + "mamba.")),
+    neutral=(),
+    hybrid=True,
+)
