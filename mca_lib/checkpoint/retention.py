@@ -17,7 +17,7 @@ from mca_lib.checkpoint.sealed import remove
 
 PREFIX = "checkpoint-"
 BEST_PREFIX = "best-"
-STATE_NAME = "trainer.json"
+STATE_NAME, STATE_FOLDER = "trainer.json", "state"
 log = logging.getLogger(__name__)
 
 

@@ -30,9 +30,9 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 
 from mca_lib.checkpoint.collective import from_rank_0, raise_everywhere
 from mca_lib.checkpoint.model import translated_failures
-from mca_lib.checkpoint.retention import PREFIX, STATE_NAME, Retention
-from mca_lib.checkpoint.sealed import new_staging, seal
-from mca_lib.checkpoint.training import STATE_FOLDER, TrainerState, rng_name, rng_state, sharded_state, trained_part
+from mca_lib.checkpoint.retention import PREFIX, STATE_FOLDER, STATE_NAME, Retention
+from mca_lib.checkpoint.sealed import naming, new_staging, seal
+from mca_lib.checkpoint.training import TrainerState, rng_name, rng_state, sharded_state, trained_part
 from mca_lib.trainers.engine import Engine
 from mca_lib.trainers.optimizer import optimizer_parts
 
@@ -161,14 +161,16 @@ def _write(
     results = {}
     for index, bucket in enumerate(buckets):
         transforms = request.async_fn.args[0]
-        _, results[index] = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, True)
-        if isinstance(results[index], OSError):
-            raise OSError(results[index].errno, results[index].strerror, bucket[0])
-        if isinstance(results[index], Exception):
-            raise results[index]
-    torch.save(rng, staging / rng_name(dist.get_rank()))
+        with naming(bucket[0]):
+            _, results[index] = FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, None, None, True)
+            if isinstance(results[index], Exception):
+                raise results[index]
+    path = staging / rng_name(dist.get_rank())
+    with naming(path), path.open("wb") as file:  # given a path, torch would lose the disk's error
+        torch.save(rng, file)
     if dist.get_rank() == 0:
-        (staging / STATE_NAME).write_text(json.dumps(vars(state), indent=1))
+        with naming(staging / STATE_NAME):
+            (staging / STATE_NAME).write_text(json.dumps(vars(state), indent=1))
     return results
 
 

@@ -15,6 +15,7 @@ and rows, with reseeded random states.
 import json
 import logging
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,13 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from mca_lib.checkpoint.buckets import places_without_padding
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.model import translated_failures
-from mca_lib.checkpoint.retention import BEST_PREFIX, PREFIX, STATE_NAME, numbered
+from mca_lib.checkpoint.retention import BEST_PREFIX, PREFIX, STATE_FOLDER, STATE_NAME, numbered
 from mca_lib.checkpoint.sealed import find_damage, remove_leftovers, set_damaged_aside
 from mca_lib.errors import CheckpointError
 from mca_lib.parallel import seed_rank
 from mca_lib.trainers.engine import Engine
 from mca_lib.trainers.optimizer import allocate_moments
 
-STATE_FOLDER = "state"
 log = logging.getLogger(__name__)
 
 
@@ -85,18 +85,29 @@ def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
     _check_optimizers(path, state.layout.get("expert", 1), layout(engine)["expert"])
     with translated_failures(path / STATE_FOLDER, "read"):
         loaded = dist_checkpointing.load(sharded_state(engine, is_loading=True), str(path / STATE_FOLDER))
-    for index, chunk in enumerate(engine.bare_chunks):
-        trained_part(chunk).load_state_dict(loaded[f"model{index}"])
-    # Megatron 0.19.2 copies into leaf parameters there without no_grad of its own.
-    with torch.no_grad():
-        engine.optimizer.load_state_dict(loaded["optimizer"])
+    put_back(engine, loaded)
     engine.skipped_steps = loaded["skipped_steps"]
     engine.scheduler.step(increment=state.step - engine.skipped_steps)
-    if state.layout == layout(engine):
+    resume_random_states(path, state.layout, engine, seed + state.step)
+    return state
+
+
+def put_back(engine: Engine, loaded: dict[str, Any]) -> None:
+    """Weights, and where they were loaded masters and moments, into what is trained."""
+    for index, chunk in enumerate(engine.bare_chunks):
+        trained_part(chunk).load_state_dict(loaded[f"model{index}"])
+    if "optimizer" in loaded:
+        # Megatron 0.19.2 copies into leaf parameters there without no_grad of its own.
+        with torch.no_grad():
+            engine.optimizer.load_state_dict(loaded["optimizer"])
+
+
+def resume_random_states(path: Path, saved: Mapping[str, int], engine: Engine, seed: int) -> None:
+    """Those of this rank where the layout is the saved one; else new ones of `seed`."""
+    if saved == layout(engine):
         restore_rng(torch.load(path / rng_name(dist.get_rank()), weights_only=True))
     else:
-        seed_rank(seed + state.step)
-    return state
+        seed_rank(seed)
 
 
 def layout(engine: Engine) -> dict[str, int]:
@@ -122,8 +133,13 @@ def _check_optimizers(path: Path, saved: int, now: int) -> None:
         )
 
 
-def sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
-    """What a checkpoint holds of this rank, as Megatron describes it: shards of what is trained and its optimizer."""
+def sharded_state(engine: Engine, *, is_loading: bool, optimizer: bool = True) -> dict[str, Any]:
+    """What a checkpoint holds of this rank, as Megatron describes it: shards of what is trained and its optimizer.
+
+    Args:
+        is_loading: the shards are places to load into; of the optimizer they hold nothing yet.
+        optimizer: False for the weights alone.
+    """
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
@@ -136,6 +152,8 @@ def sharded_state(engine: Engine, *, is_loading: bool) -> dict[str, Any]:
         for index, chunk in enumerate(engine.bare_chunks)
     }
     state["skipped_steps"] = engine.skipped_steps
+    if not optimizer:
+        return state
     if not is_loading:
         allocate_moments(engine.optimizer)  # as long as fp16 has skipped all steps there are none
     with places_without_padding(engine.optimizer):

@@ -1,0 +1,130 @@
+"""What a run cannot start from, said before a model is built; see `mca_lib.checkpoint.source`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from mca_lib.checkpoint.source import Source
+from mca_lib.errors import CheckpointError, ConfigError
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.hybrid.pattern import check_translatable
+from mca_lib.trainers.training_args import TrainingArguments
+
+_SHAPES = ("model_type", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
+"""Names in the identity of a run that decide the shapes of the weights, beside the number of layers."""
+
+_OTHER_BY_DESIGN = ("num_layers", "base model", "hybrid", "load_checkpoint")
+"""Names in the identity of a run in which a hybrid differs from the transformer that it goes on from."""
+
+
+def run_config(config: McaModelConfig, args: TrainingArguments) -> McaModelConfig:
+    """Config of the model that the run trains, made of that of its directory. Raises ConfigError."""
+    if args.use_legacy_model and config.hybrid is not None:
+        raise ConfigError(
+            f"use_legacy_model=True, and the model is a hybrid of pattern {config.hybrid.pattern!r}: give a "
+            "transformer, or leave it out"
+        )
+    hybrid = args.hybrid_layers(config.hidden_size)
+    if hybrid is None or config.hybrid == hybrid:
+        return config
+    if config.hybrid is not None and config.hybrid.pattern == hybrid.pattern:
+        return config  # its sizes are the directory's
+    return config.with_hybrid(hybrid)
+
+
+def check_source(source: Source, config: McaModelConfig, args: TrainingArguments) -> None:
+    """Raise CheckpointError or ConfigError, with the reason and what to change, where the run cannot start from it.
+
+    Args:
+        config: of the model that the run trains (`run_config`).
+    """
+    where = f"load_checkpoint={str(source.path)!r}"
+    if source.is_hybrid:
+        _check_hybrid(source, config, where)
+    else:
+        _check_transformer(source, config, args, where)
+    _check_shapes(source, config, where)
+    if not args.no_load_optim:
+        _check_optimizer(source, args, where)
+
+
+def check_run(source: Source, run: Mapping[str, Any], *, finetune: bool) -> None:
+    """Compare the settings of this run with those that a source was made with.
+
+    With `finetune` progress starts anew, and only the model has to be the same. Without it everything has, but for
+    what a hybrid differs in by design.
+
+    Raises CheckpointError naming what differs.
+    """
+    names = [n for n in (_SHAPES if finetune else run) if n in source.run and n not in _OTHER_BY_DESIGN]
+    differing = [n for n in names if n in run and source.run[n] != run[n]]
+    if differing:
+        shown = ", ".join(f"{n}={source.run[n]!r} and not {run[n]!r}" for n in differing)
+        hint = "give the model that it was made from" if finetune else "use the same, or finetune=True to start anew"
+        raise CheckpointError(f"load_checkpoint={str(source.path)!r} was made with {shown}: {hint}")
+    if not finetune and source.step >= run["total_steps"]:
+        raise CheckpointError(
+            f"load_checkpoint={str(source.path)!r} is at step {source.step} of {run['total_steps']}: nothing is left "
+            "to train; use finetune=True to start anew"
+        )
+
+
+def _check_hybrid(source: Source, config: McaModelConfig, where: str) -> None:
+    if config.hybrid is None:
+        raise CheckpointError(
+            f"{where} is of a hybrid, and this run trains a transformer: a hybrid does not go back into one; give the "
+            "hybrid's own model directory as model_name_or_path"
+        )
+    saved = source.run.get("hybrid", {}).get("pattern")
+    if saved is not None and saved != config.hybrid.pattern:
+        raise CheckpointError(f"{where} is of a hybrid of pattern {saved!r}, this run has {config.hybrid.pattern!r}")
+
+
+def _check_transformer(source: Source, config: McaModelConfig, args: TrainingArguments, where: str) -> None:
+    if config.hybrid is None and not args.use_legacy_model:
+        raise ConfigError(
+            f"hybrid_layer_pattern is missing: {where} is of a transformer; `mcaflow hybrid-pattern --layers "
+            f"{config.num_layers}` prints one, and use_legacy_model=True goes on training the transformer"
+        )
+    if not source.num_layers:
+        raise CheckpointError(
+            f"{where} has layers of several kinds, or is of no model of Megatron-Core: only transformers whose layers "
+            "are all alike become hybrids"
+        )
+    if config.hybrid is not None:
+        check_translatable(config.hybrid.pattern, source.num_layers, has_experts=source.has_experts)
+    elif source.num_layers != config.num_layers:
+        raise CheckpointError(f"{where} has {source.num_layers} layers, and the model {config.num_layers}")
+
+
+def _check_shapes(source: Source, config: McaModelConfig, where: str) -> None:
+    rows, hidden = source.vocabulary
+    if hidden != config.hidden_size:
+        raise CheckpointError(f"{where} has hidden size {hidden}, and the model {config.hidden_size}")
+    vocab_size = source.run.get("vocab_size", config.vocab_size)
+    if vocab_size != config.vocab_size or rows < config.vocab_size:
+        found = vocab_size if vocab_size != config.vocab_size else rows
+        raise CheckpointError(f"{where} has a vocabulary of {found}, and the model one of {config.vocab_size}")
+
+
+def _check_optimizer(source: Source, args: TrainingArguments, where: str) -> None:
+    instead = "set no_load_optim=True to take the weights alone"
+    if source.optimizer is None:
+        raise CheckpointError(f"{where} has no optimizer state: {instead}")
+    if source.optimizer == "bucket":
+        raise CheckpointError(
+            f"{where}: its optimizer state lies in the buffers of one layout (dp_reshardable, dp_zero_gather_scatter), "
+            "which another model cannot read; save it again as fully_reshardable (Megatron-LM's "
+            f"--dist-ckpt-optim-fully-reshardable), or {instead}"
+        )
+    if source.optimizer == "whole" or not args.use_distributed_optimizer:
+        other = "this run has" if source.optimizer == "model" else "it was made with"
+        raise CheckpointError(
+            f"{where}: {other} use_distributed_optimizer=False, and only the distributed optimizer's state goes into "
+            f"another model; {instead}"
+        )
+    saved, now = source.layout.get("expert", 1), args.expert_model_parallel_size
+    if (saved > 1) != (now > 1):
+        raise CheckpointError(
+            f"{where} was made with expert_model_parallel_size={saved}, this run has {now}: optimizer states go from "
+            f"one size above 1 to another, or stay at 1; use another size, or {instead}"
+        )
