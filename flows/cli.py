@@ -87,6 +87,21 @@ def fields(
     show_fields(section, as_json=as_json)
 
 
+@app.command()
+def hybrid_pattern(
+    layers: Annotated[int | None, typer.Option(help="Layers of the transformer.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="A recipe, or the directory of its model, that says so instead.")
+    ] = None,
+    mamba_every: Annotated[int, typer.Option(help="A Mamba layer before every so many layers; 0 for none.")] = 2,
+    moe: Annotated[bool, typer.Option("--moe", help="The layers have experts (E) in place of an MLP (-).")] = False,
+) -> None:
+    """Print the pattern of a hybrid that starts from a transformer, for a recipe's checkpoint.pattern."""
+    from flows.hybrid_command import print_pattern
+
+    print_pattern(layers, model, mamba_every=mamba_every, moe=moe)
+
+
 @app.command(name="ls")
 def list_artifacts(
     stage: Annotated[str | None, typer.Argument(help="Only artifacts of this stage.")] = None, store: StorePath = None

@@ -39,12 +39,13 @@ _SHOWN_CHANGES = 8
 
 def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
     """``mcaflow run``."""
-    from flows.graph import NODES
+    from flows.graph import nodes_of
 
     config = load_recipe(recipe, overrides)
+    stages = nodes_of(config)
     for stage in refresh:
-        if stage not in NODES:
-            raise ConfigError(f"--refresh {stage}: no such stage; one of {', '.join(NODES)}")
+        if stage not in stages:
+            raise ConfigError(f"--refresh {stage}: no such stage; one of {', '.join(stages)}")
     from flows.preflight import check_recipe
 
     check_recipe(config)

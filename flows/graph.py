@@ -1,9 +1,10 @@
-"""The pipeline as data: each stage, what it waits for, and how it is built from the recipe.
+"""The pipeline as data: each stage of a recipe, what it waits for, and how it is built.
 
-    download ─┬─> dataset ──┐
-              └─> convert ──┴─> train ─> export ─> evaluate
+    download ─┬─> dataset ──────────────┐
+              └─> convert or translate ─┴─> train ─> export ─> evaluate
 
-The Prefect flow runs this table and `mcaflow plan` reads it; neither knows the stages by itself.
+A hybrid is translated where a transformer is converted. The Prefect flow runs this table and `mcaflow plan` reads it;
+neither knows the stages by itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,8 +19,9 @@ from tasks.evaluate import EvaluateStage
 from tasks.export import ExportStage
 from tasks.stage import Artifact, Stage
 from tasks.train import TrainStage
+from tasks.translate import TranslateStage
 
-type StageName = Literal["download", "dataset", "convert", "train", "export", "evaluate"]
+type StageName = Literal["download", "dataset", "convert", "translate", "train", "export", "evaluate"]
 type Artifacts = Mapping[str, Artifact]
 
 
@@ -29,55 +31,62 @@ class Node:
 
     name: StageName
     after: tuple[StageName, ...]
-    build: Callable[[PipelineConfig, Artifacts], Stage]
+    build: Callable[[Artifacts], Stage]
 
 
-PIPELINE: tuple[Node, ...] = (
-    Node("download", (), lambda config, done: DownloadStage(config.model)),
-    Node(
-        "dataset",
-        ("download",),
-        lambda config, done: DatasetStage(
-            config.dataset, config.training.stage, done["download"], config.checkpoint.resize_vocabulary
+def start_of(config: PipelineConfig) -> Literal["convert", "translate"]:
+    """The stage that makes the checkpoint which training starts from."""
+    return "translate" if config.checkpoint.kind == "hybrid" else "convert"
+
+
+def nodes_of(config: PipelineConfig) -> dict[StageName, Node]:
+    """The stages of a recipe, in an order in which they could run one by one."""
+    start = start_of(config)
+    make_checkpoint = {"convert": ConvertStage, "translate": TranslateStage}[start]
+    table = (
+        Node("download", (), lambda done: DownloadStage(config.model)),
+        Node(
+            "dataset",
+            ("download",),
+            lambda done: DatasetStage(
+                config.dataset, config.training.stage, done["download"], config.checkpoint.resize_vocabulary
+            ),
         ),
-    ),
-    Node("convert", ("download",), lambda config, done: ConvertStage(done["download"], config.checkpoint)),
-    Node(
-        "train",
-        ("dataset", "convert"),
-        lambda config, done: TrainStage(
-            checkpoint=done["convert"],
-            dataset=done["dataset"],
-            training=config.training,
-            parallel=config.parallel,
-            launcher=config.launcher,
-            lora=config.lora,
-            dpo=config.dpo,
+        Node(start, ("download",), lambda done: make_checkpoint(done["download"], config.checkpoint)),
+        Node(
+            "train",
+            ("dataset", start),
+            lambda done: TrainStage(
+                checkpoint=done[start],
+                dataset=done["dataset"],
+                training=config.training,
+                parallel=config.parallel,
+                launcher=config.launcher,
+                lora=config.lora,
+                dpo=config.dpo,
+            ),
         ),
-    ),
-    Node("export", ("convert", "train"), lambda config, done: _export(config, done)),
-    Node(
-        "evaluate",
-        ("download", "dataset", "export"),
-        lambda config, done: EvaluateStage(done["download"], done["export"], done["dataset"], config.eval),
-    ),
-)
+        Node("export", (start, "train"), lambda done: _export(config, done[start], done["train"])),
+        Node(
+            "evaluate",
+            ("download", "dataset", "export"),
+            lambda done: EvaluateStage(done["download"], done["export"], done["dataset"], config.eval),
+        ),
+    )
+    return {node.name: node for node in table}
 
 
-def _export(config: PipelineConfig, done: Artifacts) -> ExportStage:
+def _export(config: PipelineConfig, start: Artifact, trained: Artifact) -> ExportStage:
     """LoRA trains an adapter, which is put on the model that it was trained on."""
     if config.training.finetuning_type == "lora":
-        return ExportStage(done["convert"], config.export, adapter=done["train"])
-    return ExportStage(done["train"], config.export)
+        return ExportStage(start, config.export, adapter=trained)
+    return ExportStage(trained, config.export)
 
 
-NODES: dict[StageName, Node] = {node.name: node for node in PIPELINE}
-
-
-def downstream(name: StageName) -> tuple[str, ...]:
+def downstream(config: PipelineConfig, name: StageName) -> tuple[str, ...]:
     """The stages that use the output of ``name``, directly or not, in pipeline order."""
     found: set[str] = {name}
-    for node in PIPELINE:
+    for node in nodes_of(config).values():
         if found & set(node.after):
             found.add(node.name)
-    return tuple(node.name for node in PIPELINE if node.name in found - {name})
+    return tuple(stage for stage in nodes_of(config) if stage in found - {name})

@@ -13,7 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
-from flows.graph import NODES, Artifacts, StageName
+from flows.graph import Artifacts, StageName, nodes_of, start_of
 from flows.preflight import check_model, check_pending, check_recipe, check_space
 from flows.recipe import PipelineConfig
 from flows.report import publish_report
@@ -38,7 +38,7 @@ def _run_name() -> str:
 
 @flow(name="mcaflow", flow_run_name=_run_name, persist_result=False)
 def pipeline(config: PipelineConfig, refresh: list[StageName] | None = None) -> PipelineResult:
-    """Download, tokenize, convert, train, export and evaluate; whatever the store has is not computed again.
+    """Download, tokenize, convert or translate, train, export, evaluate; what the store has is not computed again.
 
     Args:
         config: The recipe.
@@ -56,10 +56,11 @@ def pipeline(config: PipelineConfig, refresh: list[StageName] | None = None) -> 
 def _run(config: PipelineConfig, again: frozenset[str]) -> PipelineResult:
     check_recipe(config)
     check_pending(config, again)
+    nodes, start = nodes_of(config), start_of(config)
     outcomes: dict[str, Outcome] = {}
 
-    def done(stage: str) -> Artifacts:
-        return {name: outcomes[name].artifact for name in NODES[stage].after}
+    def done(stage: StageName) -> Artifacts:
+        return {name: outcomes[name].artifact for name in nodes[stage].after}
 
     outcomes["download"] = _outcome(download(config, {}, "download" in again, return_state=True))
     model_dir = outcomes["download"].artifact.path
@@ -67,7 +68,7 @@ def _run(config: PipelineConfig, again: frozenset[str]) -> PipelineResult:
     check_space(config, model_dir)
     side_by_side = {
         "dataset": dataset.submit(config, done("dataset"), "dataset" in again),
-        "convert": convert.submit(config, done("convert"), "convert" in again),
+        start: _STARTS[start].submit(config, done(start), start in again),
     }
     for future in side_by_side.values():
         future.wait()
@@ -88,7 +89,7 @@ def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh
     reporter = StageReporter(stage, get_run_logger())
     store = ArtifactStore(config.store.path)
     try:
-        outcome = ensure(store, NODES[stage].build(config, inputs), refresh=refresh, reporter=reporter)
+        outcome = ensure(store, nodes_of(config)[stage].build(inputs), refresh=refresh, reporter=reporter)
     except BaseException as error:
         reporter.failed(error)
         raise
@@ -125,6 +126,15 @@ def dataset(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[O
 def convert(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
     """Convert the weights to Megatron-Core and compare the logits."""
     return _ensure("convert", config, inputs, refresh)
+
+
+@_task("translate")
+def translate(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
+    """Make a hybrid of the transformer: its weights, and fresh Mamba layers."""
+    return _ensure("translate", config, inputs, refresh)
+
+
+_STARTS = {"convert": convert, "translate": translate}
 
 
 @_task("train")

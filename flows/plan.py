@@ -8,7 +8,7 @@ it is a hit after all.
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flows.graph import PIPELINE, StageName
+from flows.graph import StageName, nodes_of
 from flows.recipe import PipelineConfig
 from tasks.record import library_versions
 from tasks.stage import FieldChange, Hit, probe
@@ -36,12 +36,12 @@ def make_plan(config: PipelineConfig, store: ArtifactStore) -> list[PlanRow]:
     """
     found: dict[StageName, Artifact] = {}
     rows = []
-    for node in PIPELINE:
+    for node in nodes_of(config).values():
         missing = [name for name in node.after if name not in found]
         if missing:
             rows.append(PlanRow(node.name, "waits", f"for {', '.join(missing)}"))
             continue
-        answer = probe(store, node.build(config, {name: found[name] for name in node.after}))
+        answer = probe(store, node.build({name: found[name] for name in node.after}))
         if isinstance(answer, Hit):
             found[node.name] = answer.artifact
             rows.append(PlanRow(node.name, "hit", answer.artifact.key, libraries=_drift(answer.artifact)))
@@ -57,6 +57,7 @@ _SECTION: dict[StageName, str] = {
     "download": "model",
     "dataset": "dataset",
     "convert": "checkpoint",
+    "translate": "checkpoint",
     "train": "training",
     "export": "export",
     "evaluate": "eval",

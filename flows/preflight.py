@@ -21,17 +21,20 @@ from mca_lib.data.rows import validate_sources
 from mca_lib.data.storage import check_executor, resolve_storage
 from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError, ModelError
-from mca_lib.models.registry import check_hf_config, check_layout, config_from_hf
+from mca_lib.models.layout_rules import check_training_layout
+from mca_lib.models.registry import config_from_hf
 from mca_lib.models.training_rules import check_training_options
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from mca_lib.trainers.llama_factory import check_model as check_backend
 from mca_lib.trainers.tracking import tracker_problems
+from tasks.checkpoint_config import starting_model
+from tasks.convert import converted_bytes
 from tasks.launchers.check import check_devices, check_launcher, check_secrets
 from tasks.store import ArtifactStore
 from tasks.train import tracker_secrets, training_space
 
 # Bytes that a stage writes per byte of the model's weights.
-_WEIGHTS_WRITTEN = {"convert": 1.1, "export": 1.1}
+_WEIGHTS_WRITTEN = {"convert": 1.1, "translate": 1.1, "export": 1.1}
 
 
 def check_recipe(config: PipelineConfig) -> None:
@@ -68,27 +71,28 @@ def check_pending(config: PipelineConfig, again: Collection[str] = ()) -> None:
 def check_model(config: PipelineConfig, model_dir: Path) -> None:
     """Raise a UserError when this model cannot be trained by this recipe: family, weights, layout, length."""
     hf_config = _read_config(model_dir)
-    check_hf_config(hf_config)
-    check_layout(hf_config, config.parallel)
-    check_training_options(config_from_hf(hf_config), config.training)
+    source = config_from_hf(hf_config)
+    model = starting_model(source, config.checkpoint)
+    check_training_layout(model, config.parallel)
+    check_training_options(model, config.training)
     if config.training.finetuning_type == "lora":
-        target_names(config_from_hf(hf_config), config.lora.target_modules)
+        target_names(model, config.lora.target_modules)
     if not config.training.use_mca:
-        check_backend(config_from_hf(hf_config), adapters=config.training.finetuning_type == "lora")
+        check_backend(model, adapters=config.training.finetuning_type == "lora")
     positions = hf_config.get("max_position_embeddings")
     if isinstance(positions, int) and config.dataset.cutoff_len > positions:
         raise ConfigError(
             f"dataset.cutoff_len: {config.dataset.cutoff_len} is longer than the {positions} positions of the model "
             f"in {model_dir}; use at most {positions}"
         )
-    check_weights(config_from_hf(hf_config), model_dir)
-    _check_vocabulary(config, model_dir)
+    check_weights(source, model_dir)
+    _check_vocabulary(config, model_dir, source.vocab_size)
 
 
 def check_space(config: PipelineConfig, model_dir: Path) -> None:
     """Raise a StoreError when the store's disk has no room for what is still to be computed. An estimate."""
     store = ArtifactStore(config.store.path)
-    weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    weights = converted_bytes(model_dir, starting_model(config_from_hf(_read_config(model_dir)), config.checkpoint))
     pending = _pending(config, store)
     needed = sum(weights * factor for stage, factor in _WEIGHTS_WRITTEN.items() if stage in pending)
     if "train" in pending:
@@ -101,9 +105,9 @@ def _pending(config: PipelineConfig, store: ArtifactStore) -> set[str]:
     return {row.stage for row in make_plan(config, store) if row.verdict != "hit"}
 
 
-def _check_vocabulary(config: PipelineConfig, model_dir: Path) -> None:
+def _check_vocabulary(config: PipelineConfig, model_dir: Path, rows: int) -> None:
     """Every token needs a row of its own. A tokenizer without tokenizer.json waits for the dataset stage."""
-    size, rows = file_vocabulary_size(model_dir), config_from_hf(_read_config(model_dir)).vocab_size
+    size = file_vocabulary_size(model_dir)
     if size is not None and size > rows and not config.checkpoint.resize_vocabulary:
         raise ModelError(foreign_id(model_dir, size - 1, rows))
 
@@ -111,8 +115,6 @@ def _check_vocabulary(config: PipelineConfig, model_dir: Path) -> None:
 def _check_features(config: PipelineConfig) -> None:
     if config.model.trust_remote_code:
         raise ConfigError("model.trust_remote_code: not available in this release; use false")
-    if config.checkpoint.kind == "hybrid":
-        raise ConfigError("checkpoint.kind: hybrid is not available in this release; use gpt")
 
 
 def _read_config(model_dir: Path) -> dict[str, Any]:

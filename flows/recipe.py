@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mca_lib.errors import ConfigError
-from tasks.convert import CheckpointConfig
+from tasks.checkpoint_config import CheckpointConfig, checkpoint_problems
 from tasks.dataset import DatasetConfig
 from tasks.download import ModelConfig
 from tasks.evaluate import EvalConfig
@@ -90,6 +90,7 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
         yield "training.max_steps: 0 steps train nothing; use -1 to derive them from training.num_train_epochs"
     if training.min_learning_rate > training.learning_rate:
         yield "training.min_learning_rate: greater than training.learning_rate"
+    yield from checkpoint_problems(config.checkpoint)
     yield from launcher_problems(config.launcher)
     yield from training_problems(training, config.parallel, config.launcher)
     yield from preference_problems(training, config.dpo)

@@ -1,28 +1,15 @@
 """Stage *convert*: Hugging Face weights become a Megatron-Core checkpoint that loads at any parallel layout."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from pathlib import Path
+from typing import ClassVar
 
-from pydantic import Field
-
-from mca_lib.errors import ConfigError
-from mca_lib.models.config import read_hf_config
+from mca_lib.models import size
+from mca_lib.models.config import McaModelConfig, read_hf_config
 from tasks.canonical import JSON
+from tasks.checkpoint_config import HYBRID_ALONE, CheckpointConfig
 from tasks.contract import Input, Produced, Stage, StageContext
-from tasks.section import Section
 from tasks.store import Artifact
-
-
-class CheckpointConfig(Section):
-    """The Megatron-Core checkpoint that training starts from."""
-
-    kind: Literal["gpt", "hybrid"] = "gpt"
-    """`gpt`: a transformer; `hybrid`: attention, MLP and Mamba layers by a pattern."""
-    resize_vocabulary: bool = False
-    """Add rows to embedding and output layer where the tokenizer has more tokens than the model; never shrinks."""
-    max_logits_difference: float | None = Field(default=1e-3, gt=0)
-    """Largest |Δ| of fp32 logits against transformers that the stage accepts; null: unchecked, for a model whose fp32
-    weights do not fit into memory twice."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +23,15 @@ class ConvertStage(Stage):
     version: ClassVar[int] = 2
 
     def identity(self) -> dict[str, JSON]:
-        return self.config.identity()
+        return {name: value for name, value in self.config.identity().items() if name not in HYBRID_ALONE}
 
     def inputs(self) -> dict[str, Input]:
         return {part: Input.of(self.model, part) for part in self.model.parts}
 
     def space_needed(self) -> int:
-        weights = sum(file.stat().st_size for file in self.model.path.glob("*.safetensors"))
-        quantized = read_hf_config(self.model.path).get("quantization_config") is not None
-        return super().space_needed() + weights * (2 if quantized else 1)  # FP8 becomes bf16
+        return super().space_needed() + converted_bytes(self.model.path)
 
     def produce(self, ctx: StageContext) -> Produced:
-        if self.config.kind == "hybrid":
-            raise ConfigError("checkpoint.kind: hybrid is not available in this release; use gpt")
         spec = {
             "model": str(self.model.path),
             "output": str(ctx.staging),
@@ -59,3 +42,11 @@ class ConvertStage(Stage):
         if result["logits"] is None:
             ctx.report.warning("logits were not compared with transformers: checkpoint.max_logits_difference is null")
         return Produced(digest=result.pop("digest"), parts=result.pop("parts"), stats=result)
+
+
+def converted_bytes(model_dir: Path, hybrid: McaModelConfig | None = None) -> int:
+    """Bytes of the weights of a Hugging Face directory as a checkpoint, or of the hybrid that is made of it."""
+    weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
+    if read_hf_config(model_dir).get("quantization_config") is not None:
+        weights *= 2  # FP8 becomes bf16
+    return weights if hybrid is None else weights * size.total(hybrid) // size.total(hybrid.transformer)

@@ -10,7 +10,7 @@ from prefect.client.schemas.filters import ArtifactFilter, FlowRunFilter, FlowRu
 from prefect.flow_engine import run_flow
 from prefect.states import Pending, State
 
-from flows.graph import NODES
+from flows.graph import nodes_of
 from flows.pipeline import PipelineResult, pipeline
 from flows.preflight import check_pending
 from flows.report import evaluation_metrics
@@ -34,7 +34,7 @@ def computed(result: PipelineResult) -> set[str]:
 
 
 def test_a_first_run_computes_every_stage(finished: Run):
-    assert computed(finished.result) == set(NODES)
+    assert computed(finished.result) == set(nodes_of(finished.config))
 
 
 def test_the_exported_model_is_one_that_transformers_loads(finished: Run):
@@ -54,7 +54,7 @@ def test_a_second_run_is_cached_and_prefect_says_so(run: Run):
     """It trains nothing, so it needs no launcher either."""
     state = pipeline(run.with_fields(launcher={"interface": "no-such-interface"}), return_state=True)
     assert computed(state.result()) == set()
-    assert task_states(state) == dict.fromkeys(NODES, "Cached")
+    assert task_states(state) == dict.fromkeys(nodes_of(run.config), "Cached")
     with pytest.raises(ConfigError, match=r"launcher\.interface"):
         check_pending(run.with_fields(launcher={"interface": "no-such-interface"}), ["train"])
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.graph import NODES, PIPELINE, downstream
+from flows.graph import downstream, nodes_of
 from flows.plan import PlanRow, make_plan
 from flows.recipe import PipelineConfig
 from tasks.store import ArtifactStore
@@ -72,7 +72,7 @@ def test_a_changed_row_invalidates_the_data_set_but_not_the_conversion(run: Run)
     assert found["dataset"].verdict == "miss"
     assert path.name in str(found["dataset"].changed)
     assert found["convert"].verdict == "hit"
-    assert [found[name].verdict for name in downstream("dataset")] == ["waits"] * 3
+    assert [found[name].verdict for name in downstream(run.config, "dataset")] == ["waits"] * 3
 
 
 def test_touched_files_are_hits(run: Run):
@@ -104,7 +104,7 @@ def test_damage_is_named_and_touches_its_stage_alone(run: Run, stage: str, damag
     found = plan(run.config)
     assert found[stage].verdict == "miss"
     assert name in found[stage].detail
-    waiting = set(downstream(stage))
+    waiting = set(downstream(run.config, stage))
     assert {row.verdict for other, row in found.items() if other not in waiting | {stage}} == {"hit"}
 
 
@@ -122,9 +122,14 @@ def test_an_empty_store_says_that_nothing_was_computed(run: Run, tmp_path: Path)
     assert {rows[name].verdict for name in STORED} == {"waits"}
 
 
-def test_every_node_comes_after_what_it_waits_for():
+@pytest.mark.parametrize(("kind", "start"), [("gpt", "convert"), ("hybrid", "translate")])
+def test_every_node_comes_after_what_it_waits_for(kind: str, start: str):
+    checkpoint = {"kind": kind} | ({"pattern": "M*-"} if kind == "hybrid" else {})
+    recipe = {"model": {"name_or_path": "m"}, "dataset": {"files": ["f"], "template": "qwen"}, "checkpoint": checkpoint}
+    nodes = nodes_of(PipelineConfig.model_validate(recipe))
+    assert list(nodes) == ["download", "dataset", start, "train", "export", "evaluate"]
     seen: set[str] = set()
-    for node in PIPELINE:
-        assert set(node.after) <= seen
-        seen.add(node.name)
-    assert set(NODES) == seen
+    for name, node in nodes.items():
+        assert (name, set(node.after) <= seen) == (node.name, True)
+        seen.add(name)
+    assert downstream(PipelineConfig.model_validate(recipe), start) == ("train", "export", "evaluate")

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from flows.hybrid_command import pattern_for
 from flows.preflight import check_pending, check_recipe
 from flows.recipe import PipelineConfig
 from mca_lib.demo_assets import make_demo_assets
 from mca_lib.errors import ConfigError, ModelError
-from tasks.convert import CheckpointConfig
+from tasks.checkpoint_config import CheckpointConfig
 from tasks.dataset import ExecutorConfig
 
 
@@ -77,3 +78,56 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_unless_rows_are_
     with pytest.raises(ModelError, match=f"gives id {rows}, the vocabulary ends at {rows - 1}; .*resize_vocabulary"):
         check_recipe(config)
     check_recipe(config.model_copy(update={"checkpoint": CheckpointConfig(resize_vocabulary=True)}))
+
+
+@pytest.fixture(scope="module")
+def four_layers(tmp_path_factory: pytest.TempPathFactory) -> PipelineConfig:
+    """The demonstration, whose model has four layers."""
+    return recipe(tmp_path_factory.mktemp("four"))
+
+
+def hybrid(config: PipelineConfig, pattern: str, **sections: dict) -> PipelineConfig:
+    content = config.model_dump()
+    content["checkpoint"] |= {"kind": "hybrid", "pattern": pattern}
+    for name, fields in sections.items():
+        content[name] |= fields
+    return PipelineConfig.model_validate(content)
+
+
+TWO_RANKS = {"launcher": {"nproc_per_node": 2}}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sections", "said"),
+    [
+        ("M*-*-*-", {}, "checkpoint.pattern='M*-*-*-' has 3 attention and MLP layers, and the transformer has 4"),
+        ("M*-*-*-*", {}, "checkpoint.pattern='M*-*-*-*' has 4 attention (*) and 3 MLP"),
+        ("MM", {}, "checkpoint.pattern='MM' has 0 attention"),
+        ("*-*-*-*E", {}, "checkpoint.pattern='*-*-*-*E' mixes dense"),
+        ("*E*E*E*E", {}, "checkpoint.pattern='*E*E*E*E' has mixture of experts layers (E)"),
+        ("-*-*-*-*", {}, "checkpoint.pattern='-*-*-*-*': an MLP comes before"),
+        ("G*-*-*-*-", {}, "G (gated delta net) cannot start from a transformer"),
+        ("M*-*-*-D-", {}, "D (sparse attention (DSA)) cannot start from a transformer"),
+        ("M*-*-*-*-", {"checkpoint": {"mamba": {"head_dim": 37}}}, "checkpoint.mamba.head_dim: 37 does not divide"),
+        ("M*-*-*-*-", {"training": {"use_mca": False}}, "training.use_mca: LLaMA-Factory's trainers have no hybrid"),
+        ("M*-*-*-*-", {"parallel": {"tensor": 2}, **TWO_RANKS}, "parallel.tensor=2"),
+        (
+            "M*-*-*-*-",
+            {"parallel": {"pipeline": 2, "pipeline_layout": "*-*-|M*-*-"}, **TWO_RANKS},
+            "parallel.pipeline_layout='*-*-|M*-*-'",
+        ),
+    ],
+)  # fmt: skip
+def test_a_hybrid_that_cannot_be_made_or_trained_is_refused_by_the_recipes_field(
+    four_layers: PipelineConfig, pattern: str, sections: dict, said: str
+):
+    with pytest.raises(ConfigError) as caught:
+        check_recipe(hybrid(four_layers, pattern, **sections))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hybrid_is_accepted_with_the_pattern_that_is_printed_for_it(four_layers: PipelineConfig):
+    pattern = pattern_for(None, Path(four_layers.model.name_or_path), mamba_every=2)
+    assert pattern == pattern_for(4, None, mamba_every=2) == "M*-*-M*-*-"
+    check_recipe(hybrid(four_layers, pattern))

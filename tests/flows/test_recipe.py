@@ -43,6 +43,27 @@ WRONG = [
     ("=1", "--set =1: expected section.field=value"),
     ("training.seed=[", "--set training.seed=[: the value is not valid YAML"),
     ("training.seed.x=1", "training.seed"),
+    ("checkpoint.pattern=M*-", "checkpoint.pattern: is for hybrids, and checkpoint.kind is gpt"),
+    ("checkpoint={mamba: {state_size: 16}}", "checkpoint.mamba: is for hybrids, and checkpoint.kind is gpt"),
+    ("checkpoint.seed=1", "checkpoint.seed: is for hybrids"),
+    ("checkpoint.fresh_layers=zero_output", "checkpoint.fresh_layers: is for hybrids"),
+    ("checkpoint.kind=hybrid", "checkpoint.pattern is missing: write one symbol per layer, as M*-*-; `mcaflow hybrid-"),
+    ("checkpoint={kind: hybrid, pattern: 'M*X'}", "checkpoint.pattern='M*X': 'X' is no layer"),
+    (
+        "checkpoint={kind: hybrid, pattern: 'M*-|*-'}",
+        "checkpoint.pattern='M*-|*-': pipeline stages (|) belong to a run",
+    ),
+    ("checkpoint={kind: hybrid, pattern: 'M*-/*-'}", "checkpoint.pattern='M*-/*-': multi-token prediction (/…)"),
+    ("checkpoint={kind: hybrid, pattern: 7}", "checkpoint.pattern: input should be a valid string (given: 7)"),
+    (
+        "checkpoint={kind: hybrid, pattern: M*-, mamba: {heads: 2}}",
+        "checkpoint.mamba.heads: unknown field; did you mean",
+    ),
+    ("checkpoint={kind: hybrid, pattern: M*-, mamba: {head_dim: 0}}", "checkpoint.mamba.head_dim: input should be gr"),
+    (
+        "checkpoint={kind: hybrid, pattern: M*-, fresh_layers: zero}",
+        "checkpoint.fresh_layers: input should be 'random'",
+    ),
 ]
 
 

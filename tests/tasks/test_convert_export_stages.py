@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from mca_lib.errors import ConfigError, ModelError
+from mca_lib.errors import ModelError
 from mca_lib.tiny_models import make_tiny_model
-from tasks.convert import CheckpointConfig, ConvertStage
+from tasks.checkpoint_config import CheckpointConfig
+from tasks.convert import ConvertStage
 from tasks.download import DownloadStage, ModelConfig
 from tasks.export import ExportConfig, ExportStage
 from tasks.stage import Hit, Miss, ensure, probe
@@ -85,11 +86,6 @@ def test_dtype_of_the_export_is_in_its_key(store: ArtifactStore, converted: Arti
     found = probe(store, ExportStage(converted, ExportConfig(dtype="float32")))
     assert isinstance(found, Miss)
     assert [change.field for change in found.changed] == ["identity.dtype"]
-
-
-def test_hybrid_is_refused(store: ArtifactStore, model: Artifact) -> None:
-    with pytest.raises(ConfigError, match=r"checkpoint\.kind: hybrid"):
-        ensure(store, ConvertStage(model, CheckpointConfig(kind="hybrid")))
 
 
 def test_model_whose_config_lies_fails_in_one_line(store: ArtifactStore, directory: Path, tmp_path: Path) -> None:

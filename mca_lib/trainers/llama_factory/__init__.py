@@ -38,6 +38,8 @@ def refuse_megatron_arguments(args: "TrainingArguments") -> None:
 
 def check_model(config: "McaModelConfig", *, adapters: bool) -> None:
     """Raise ConfigError for a model that transformers' classes cannot train without losing a part of it."""
+    if config.hybrid is not None:
+        raise ConfigError("training.use_mca: LLaMA-Factory's trainers have no hybrid models; use true")
     if config.mtp_num_layers:
         raise ConfigError(
             "training.use_mca: LLaMA-Factory's trainers drop the multi-token prediction layers of this model; use true"
