@@ -182,6 +182,8 @@ def mca_train(
     """Train on Megatron-Core. What is not supported is refused before anything is loaded."""
     if finetuning_args.stage == "dpo":
         preference_arguments(finetuning_args)
+        if training_args.load_checkpoint:
+            raise ConfigError("load_checkpoint goes with stage pt or sft: a reference model is that of a whole run")
     if finetuning_args.finetuning_type == "lora":
         from mca_lib.adapters import lora_config
 
@@ -232,10 +234,12 @@ def _train(
     data_args: DataArguments,
     finetuning_args: FinetuningArguments,
 ) -> None:
+    from mca_lib.checkpoint.source_checks import check_start
     from mca_lib.parallel import destroy_model_parallel, initialize_model_parallel
 
     train_rows, eval_rows = _open_stores(training_args, data_args, finetuning_args)
     directory = download_model(model_args.model_name_or_path)
+    check_start(directory, training_args)
     initialize_model_parallel(training_args, training_args.seed)
 
     from mca_lib.checkpoint.base import base_digest

@@ -1,9 +1,10 @@
 """What a run cannot start from, said before a model is built; see `mca_lib.checkpoint.source`."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from mca_lib.checkpoint.source import Source
+from mca_lib.checkpoint.source import Source, open_source
 from mca_lib.errors import CheckpointError, ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.hybrid.pattern import check_translatable
@@ -14,6 +15,16 @@ _SHAPES = ("model_type", "hidden_size", "ffn_hidden_size", "num_attention_heads"
 
 _OTHER_BY_DESIGN = ("num_layers", "base model", "hybrid", "load_checkpoint")
 """Names in the identity of a run in which a hybrid differs from the transformer that it goes on from."""
+
+
+def check_start(directory: str | Path, args: TrainingArguments) -> None:
+    """Refuse what the model of a directory cannot become, and what it cannot go on from; no tensor is read.
+
+    Raises ConfigError or CheckpointError, with the reason and what to change.
+    """
+    config = run_config(McaModelConfig.from_pretrained(directory), args)
+    if args.load_checkpoint is not None:
+        check_source(open_source(args.load_checkpoint), config, args)
 
 
 def run_config(config: McaModelConfig, args: TrainingArguments) -> McaModelConfig:

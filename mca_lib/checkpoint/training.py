@@ -180,6 +180,13 @@ def _read_state(checkpoint: Path) -> TrainerState:
 
 def _check_run(path: Path, run: dict[str, Any]) -> None:
     saved = _read_state(path).run
+    if "hybrid" in run and "hybrid" not in saved:
+        raise CheckpointError(
+            f"{path} is of a transformer and this run trains a hybrid: use another output_dir, and give the checkpoint "
+            "as load_checkpoint to go on from it"
+        )
+    if "hybrid" in saved and "hybrid" not in run:
+        raise CheckpointError(f"{path} is of a hybrid and this run trains a transformer: use another output_dir")
     for name, value in run.items():
         if saved.get(name) != value:
             raise CheckpointError(

@@ -1,5 +1,6 @@
 """What a run is about. A checkpoint of a run that differs in any of it is not resumed; the layout may differ."""
 
+from dataclasses import asdict
 from typing import Any
 
 from mca_lib.adapters.settings import targets_of
@@ -49,6 +50,7 @@ def run_identity(
     idle = idle_fields(args.lr_scheduler_type.value, args.max_steps, model.mca_config.mtp_num_layers)
     return {
         **_model_identity(model),
+        **_hybrid_identity(model, args),
         "rows": len(rows),
         "tokens": rows.num_tokens,
         "data": rows.digest,
@@ -64,6 +66,14 @@ def run_identity(
         "max_grad_norm": args.max_grad_norm,
         **{name: getattr(args, name) for name in _MEGATRON_FIELDS if name not in idle},
     }
+
+
+def _hybrid_identity(model: VirtualModels, args: TrainingArguments) -> dict[str, Any]:
+    """Its layers, and how those that the transformer lacks were made, where the run makes them."""
+    if (hybrid := model.mca_config.hybrid) is None:
+        return {}
+    fresh = {} if args.hybrid_layer_pattern is None else {"fresh": [args.fresh_layers, args.fresh_seed]}
+    return {"hybrid": {**asdict(hybrid), **fresh}}
 
 
 def _model_identity(model: VirtualModels) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import Retention
 from mca_lib.checkpoint.saver import CheckpointSaver
 from mca_lib.checkpoint.sealed import remove_leftovers
-from mca_lib.checkpoint.training import TrainerState, find_checkpoint, layout, load_checkpoint
+from mca_lib.checkpoint.training import TrainerState, layout
 from mca_lib.data.indexed_rows import Rows
 from mca_lib.data.token_store import Row
 from mca_lib.errors import ConfigError
@@ -41,6 +41,7 @@ from mca_lib.trainers.peak import flops_counter, peak_flops
 from mca_lib.trainers.preflight import Preflight, longest, preflight
 from mca_lib.trainers.progress import Meter, Totals, TrainingLog, finite, last_loss, read_log
 from mca_lib.trainers.result import TrainResult
+from mca_lib.trainers.resume import resume, source_identity
 from mca_lib.trainers.row_checks import check_loss, check_rows
 from mca_lib.trainers.schedule import BatchShape
 from mca_lib.trainers.stopping import StopRequest, leave_after, leave_if_requested
@@ -177,6 +178,7 @@ class McaTrainer:
         from_rank_0(lambda: remove_leftovers(self.output_dir))
         from_rank_0(self._check_rows)
         identify_model(self.model)
+        self._source = source_identity(self.args)
         for store in filter(None, (self.train_dataset, self.eval_dataset)):
             identify_rows(store)
 
@@ -204,14 +206,7 @@ class McaTrainer:
         return self.callbacks.wishes(terminated=False)
 
     def _resume(self) -> tuple[int, Totals]:
-        found = find_checkpoint(self.output_dir, self._run_identity())
-        if found is None:
-            return 0, Totals()
-        state = load_checkpoint(found, self.engine, self.args.seed)
-        if self._best:
-            self._best.found = state.best
-        log.info("resuming from %s", found)
-        return state.step, Totals(**state.totals)
+        return resume(self.output_dir, self.engine, self.model.mca_config, self._run_identity(), self._best)
 
     def _save(self, step: int, totals: Totals) -> None:
         totals.callbacks = self.callbacks.to_save()
@@ -231,7 +226,7 @@ class McaTrainer:
     def _run_identity(self) -> dict[str, Any]:
         """What must be the same for a checkpoint to be resumed; the layout may differ."""
         identity = run_identity(self.model, self.args, self.train_dataset, self.schedule, self.shape)
-        return identity | best_identity(self.args, self.eval_dataset)
+        return identity | self._source | best_identity(self.args, self.eval_dataset)
 
     def _batches(self, store: Rows, rows: Sequence[int], shape: BatchShape) -> list[MicroBatch]:
         """This rank's micro batches of one step; all of one length where pipeline stages exchange them."""

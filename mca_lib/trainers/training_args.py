@@ -161,7 +161,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
 
     def check_with_adapters(self) -> None:
         """Raises ConfigError for options about the model's own weights, which LoRA leaves as they are."""
-        for name in ("freeze", "moe_router_bias_update_rate"):
+        for name in ("freeze", "moe_router_bias_update_rate", "load_checkpoint"):
             if getattr(self, name):
                 raise ConfigError(f"{name}={getattr(self, name)!r} has no effect with finetuning_type='lora'")
 
