@@ -1,0 +1,67 @@
+"""The depthwise causal convolution of a Mamba layer, in plain PyTorch.
+
+y_t = bias + Σ_s weight_s · x_{t-s} for each channel, s = 0 … taps - 1, where x before the first token of a document
+is 0. `weight[:, -1]` belongs to the token itself, as in `torch.nn.Conv1d`.
+
+B: batch, L: tokens, E: channels, W: taps.
+"""
+
+import torch
+import torch.nn.functional as F
+
+
+def causal_conv(
+    x_BLE: torch.Tensor,
+    weight_EW: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+    seq_idx: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[B, L, E] in the dtype of x; `seq_idx` [B, L] differs between neighbouring documents of a row.
+
+    A sum of shifted copies, in the layout of the input projection: no transposes, and documents are one mask per tap.
+    """
+    length, taps = x_BLE.shape[1], weight_EW.shape[1]
+    # One cast of the input, none of the result's parts: with bf16 the sum is in fp32.
+    x, weight = x_BLE.to(_compute(x_BLE.dtype)), weight_EW.to(_compute(x_BLE.dtype))
+    y = x * weight[:, -1] if bias_E is None else torch.addcmul(bias_E.to(x.dtype), x, weight[:, -1])
+    for shift in range(1, min(taps, length)):
+        earlier = x[:, :-shift]
+        if seq_idx is not None:
+            earlier = earlier * (seq_idx[:, :-shift] == seq_idx[:, shift:]).unsqueeze(-1)
+        y[:, shift:] += earlier * weight[:, -1 - shift]
+    return _activate(y, activation).to(x_BLE.dtype)
+
+
+def conv_step(
+    state_BEW: torch.Tensor,
+    x_BE: torch.Tensor,
+    weight_EW: torch.Tensor,
+    bias_E: torch.Tensor | None = None,
+    *,
+    activation: str | None = "silu",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token: y [B, E], and the state, which holds the last W inputs with the newest at the end."""
+    state_BEW = torch.cat([state_BEW[..., 1:], x_BE.unsqueeze(-1)], -1)
+    y_BE = (state_BEW * weight_EW).sum(-1)
+    if bias_E is not None:
+        y_BE = y_BE + bias_E
+    return _activate(y_BE, activation), state_BEW
+
+
+def conv_state(x_BLE: torch.Tensor, taps: int) -> torch.Tensor:
+    """The state [B, E, W] for `conv_step` after the tokens of x: its last inputs, zeros before the first."""
+    return F.pad(x_BLE.transpose(1, 2), (taps - x_BLE.shape[1], 0))
+
+
+def _activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
+    if activation in ("silu", "swish"):
+        return F.silu(y)
+    if activation is None:
+        return y
+    raise ValueError(f"activation of a causal convolution is silu or none, not {activation!r}")
+
+
+def _compute(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
