@@ -50,11 +50,9 @@ def main(argv: list[str] | None = None) -> int:
         code = 0
     except UserError as error:
         outcome, code = _failure(error, kind="user"), 2
-    except OSError as error:
+    except Exception as error:
         resource = disk_error(error, f"the output of the job {arguments.name}")
         outcome, code = (_failure(resource, kind="user"), 2) if resource else (_failure(error, kind="internal"), 1)
-    except Exception as error:
-        outcome, code = _failure(error, kind="internal"), 1
     if code:
         print(outcome.get("traceback") if code == 1 else outcome["message"], file=sys.stderr)
     _write_atomically(arguments.result, outcome)
@@ -74,16 +72,31 @@ def progress_writer() -> Progress:
     return progress
 
 
-def disk_error(error: OSError, what: str = "a file") -> ResourceError | None:
+_DISK = {
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EROFS: "the file system is read-only",
+}
+
+
+def disk_cause(error: BaseException | None) -> OSError | None:
+    """The disk's own error among those that led to this one: full, over quota or read-only; None without one.
+
+    torch.save (2.15) ends with a RuntimeError of its archive ("unexpected pos") when the file refuses a write.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _DISK:
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def disk_error(error: BaseException, what: str = "a file") -> ResourceError | None:
     """The user's view of a disk that is full, over quota or read-only; None for any other error."""
-    reasons = {
-        errno.ENOSPC: "no space left on the disk",
-        errno.EDQUOT: "the disk quota is used up",
-        errno.EROFS: "the file system is read-only",
-    }
-    if error.errno not in reasons:
+    cause = disk_cause(error)
+    if cause is None:
         return None
-    reason = f"{reasons[error.errno]} while writing {error.filename or what}"
+    reason = f"{_DISK[cause.errno]} while writing {cause.filename or what}"
     return ResourceError(f"{reason}; free space or choose another store.path, then run again")
 
 

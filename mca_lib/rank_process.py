@@ -37,7 +37,7 @@ def as_user_error(error: BaseException) -> UserError | None:
     """The error if a user can mend it, a full disk included; None for a defect."""
     if isinstance(error, UserError):
         return error
-    return disk_error(error) if isinstance(error, OSError) else None
+    return disk_error(error)
 
 
 def report_failure(error: BaseException) -> None:

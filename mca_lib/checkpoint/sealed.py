@@ -8,14 +8,18 @@ A crash at any instant leaves either the old state or the new one. A directory w
 damaged, and nobody may read it.
 """
 
+import contextlib
 import json
 import os
 import shutil
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from blake3 import blake3
+
+from mca_lib.job import disk_cause
 
 RECORD_NAME = ".record.json"
 STAGING_PREFIX = ".staging-"
@@ -27,6 +31,18 @@ def new_staging(parent: Path) -> Path:
     staging = parent / f"{STAGING_PREFIX}{uuid.uuid4().hex[:12]}"
     staging.mkdir(parents=True)
     return staging
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """An OSError of the block, or a full disk that a library made an error of its own of, names the file."""
+    try:
+        yield
+    except Exception as error:
+        cause = error if isinstance(error, OSError) else disk_cause(error)
+        if cause is None:
+            raise
+        raise OSError(cause.errno, cause.strerror, str(path)) from error
 
 
 def remove_leftovers(parent: Path) -> None:
@@ -42,7 +58,8 @@ def seal(staging: Path, target: Path, meta: dict[str, Any]) -> None:
     for path in sorted(p for p in staging.rglob("*") if p.is_file()):
         files[path.relative_to(staging).as_posix()] = {"size": path.stat().st_size, "blake3": file_digest(path)}
     record = staging / RECORD_NAME
-    record.write_text(json.dumps({**meta, "files": files}, indent=1))
+    with naming(record):
+        record.write_text(json.dumps({**meta, "files": files}, indent=1))
     move_into_place(staging, target)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import BEST_PREFIX
-from mca_lib.checkpoint.sealed import find_damage, move_into_place, new_staging, seal
+from mca_lib.checkpoint.sealed import find_damage, move_into_place, naming, new_staging, seal
 from mca_lib.data.indexed_rows import Rows
 from mca_lib.errors import CheckpointError
 from mca_lib.models import VirtualModels
@@ -49,7 +49,7 @@ class BestModel:
             raise CheckpointError(f"{source}: the best weights are damaged: {damage}; run again, to train anew from "
                                   "the newest checkpoint before them")  # fmt: skip
         staging = new_staging(directory.parent)
-        shutil.copytree(source, staging, dirs_exist_ok=True)
+        _copy(source, staging)
         move_into_place(staging, directory)
 
     def _path(self, step: int) -> Path:
@@ -61,6 +61,17 @@ def save_sealed(model: VirtualModels, directory: Path, meta: dict[str, Any]) -> 
     staging = Path(from_rank_0(lambda: str(new_staging(directory.parent))))
     model.save_pretrained(staging)
     from_rank_0(lambda: seal(staging, directory, meta))
+
+
+def _copy(source: Path, target: Path) -> None:
+    """shutil.copytree would gather what the disk says into an error without a number."""
+    for path in sorted(source.rglob("*")):
+        to = target / path.relative_to(source)
+        if path.is_dir():
+            to.mkdir()
+        else:
+            with naming(to):
+                shutil.copyfile(path, to)
 
 
 def best_identity(args: TrainingArguments, held_out: Rows | None) -> dict[str, Any]:

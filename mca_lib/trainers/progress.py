@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mca_lib.checkpoint.sealed import naming
 from mca_lib.trainers.engine import StepMetrics
 from mca_lib.trainers.names import LOG_NAME
 
@@ -115,16 +116,17 @@ class TrainingLog:
         if is_over:
             keep = [line for line in keep if line["step"] < resumed_step or "eval_loss" not in line]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(line) + "\n" for line in keep))
+        with naming(temporary):
+            temporary.write_text("".join(json.dumps(line) + "\n" for line in keep))
         os.replace(temporary, self._path)
 
     def write(self, record: dict[str, Any]) -> None:
         """One line in the log, and the same with `done` and `total` for the parent."""
         line = {k: (None if isinstance(v, float) and not math.isfinite(v) else v) for k, v in record.items()}
-        with self._path.open("a") as file:
+        with naming(self._path), self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
         if self._progress:
-            with open(self._progress, "a") as file:
+            with naming(self._progress), open(self._progress, "a") as file:
                 file.write(json.dumps({"done": line["step"], **line}) + "\n")
 
 

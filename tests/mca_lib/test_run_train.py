@@ -102,8 +102,13 @@ def test_the_first_failure_is_the_cause_and_a_users_mistake_goes_first(tmp_path,
 
 def test_a_full_disk_is_the_users_to_mend(tmp_path, monkeypatch):
     monkeypatch.setenv(ERRORS_VARIABLE, str(tmp_path))
-    report_failure(OSError(28, "No space left on device", "/somewhere/checkpoint-1"))
-    assert first_failure(tmp_path)["type"] == "ResourceError"
+    full = OSError(28, "No space left on device", "/somewhere/checkpoint-1")
+    made_of_it = RuntimeError("unexpected pos 704 vs 598")
+    made_of_it.__context__ = full
+    for error in (full, made_of_it):
+        report_failure(error)
+        assert first_failure(tmp_path)["type"] == "ResourceError"
+        assert "/somewhere/checkpoint-1" in first_failure(tmp_path)["message"]
 
 
 @pytest.fixture

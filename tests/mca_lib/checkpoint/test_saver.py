@@ -102,8 +102,8 @@ def test_sigterm_twice_while_a_checkpoint_is_written(ranks, folder, places):
     assert ranks(1, same_weights, out / "final", folder / "not terminated" / "final") == [True]
 
 
-def train_on_a_full_disk(model: str, store: str, out: str, options: dict[str, Any]) -> None:
-    """The second checkpoint has no room for what rank 0 writes."""
+def train_on_a_full_disk(model: str, store: str, out: str, options: dict[str, Any], names: list[str]) -> None:
+    """The second checkpoint has no room for these of its files."""
     from mca_lib.checkpoint import saver
 
     staging, done = saver._staging, []
@@ -111,19 +111,21 @@ def train_on_a_full_disk(model: str, store: str, out: str, options: dict[str, An
     def full(output_dir):
         made = staging(output_dir)
         done.append(made)
-        for number in range(2 if len(done) == 2 else 0):
-            (made / "state" / f"__0_{number}.distcp").symlink_to("/dev/full")
+        for name in names if len(done) == 2 else ():
+            (made / name).symlink_to("/dev/full")
         return made
 
     saver._staging = full
     train(model, store, out, options)
 
 
-@pytest.mark.parametrize("async_save", [True, False])
-def test_a_full_disk_is_an_error_of_all_ranks_and_leaves_nothing_behind(ranks, folder, places, async_save):
+@pytest.mark.parametrize(
+    ("async_save", "names"), [(True, ["state/__0_0.distcp", "state/__0_1.distcp"]), (False, ["rng_1.pt"])]
+)
+def test_a_full_disk_is_an_error_of_all_ranks_and_leaves_nothing_behind(ranks, folder, places, async_save, names):
     out = folder / f"full {async_save}"
     with pytest.raises(RankError) as failure:
-        ranks(2, train_on_a_full_disk, *places, str(out), {**OPTIONS, "async_save": async_save})
+        ranks(2, train_on_a_full_disk, *places, str(out), {**OPTIONS, "async_save": async_save}, names)
     named = f"OSError: [Errno 28] No space left on device: '{out}/.staging-"
     assert str(failure.value).count(named) == 2, failure.value
     assert [path.name for path in out.iterdir() if path.is_dir()] == ["checkpoint-2"]

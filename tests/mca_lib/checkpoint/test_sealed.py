@@ -1,11 +1,14 @@
 """A sealed directory is read whole or not at all."""
 
+import contextlib
+import errno
 import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from mca_lib.checkpoint.sealed import RECORD_NAME, find_damage, new_staging, remove, remove_leftovers, seal
+from mca_lib.checkpoint.sealed import RECORD_NAME, find_damage, naming, new_staging, remove, remove_leftovers, seal
 
 
 @pytest.fixture
@@ -44,3 +47,16 @@ def test_what_is_removed_has_lost_its_name_before_its_files(sealed, monkeypatch)
     monkeypatch.undo()
     remove_leftovers(sealed.parent)
     assert not list(sealed.parent.iterdir())
+
+
+def test_a_full_disk_names_the_file_whatever_a_library_made_of_it(tmp_path):
+    path = tmp_path / "tensors"
+    with contextlib.suppress(OSError), open("/dev/full", "wb") as file:  # closing it raises too
+        with pytest.raises(RuntimeError, match="unexpected pos") as lost:
+            torch.save(torch.zeros(10**5), file)
+    with pytest.raises(OSError, match=f"No space left on device: '{path}'"), naming(path):
+        raise lost.value
+    with pytest.raises(OSError, match=f"Input/output error: '{path}'"), naming(path):
+        raise OSError(errno.EIO, "Input/output error")
+    with pytest.raises(RuntimeError, match="a defect"), naming(path):
+        raise RuntimeError("a defect")
