@@ -28,6 +28,7 @@ JOBS: dict[str, str] = {
     "download_model": "mca_lib.hub:download_model",
     "dataset": "mca_lib.data.prepare:dataset",
     "convert": "mca_lib.converter.jobs:convert",
+    "translate": "mca_lib.converter.jobs:translate",
     "export": "mca_lib.converter.jobs:export",
     "digest": "mca_lib.checkpoint.digest:digest",
     "verify_model": "mca_lib.verification.job:verify_model",

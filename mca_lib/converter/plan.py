@@ -13,6 +13,7 @@ from mca_lib.converter import mappings
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families.base import Family
+from mca_lib.models.hybrid.weights import MAMBA_WEIGHTS
 from mca_lib.models.registry import family_of, weights_family
 
 LISTED = 3
@@ -77,12 +78,14 @@ def entries(config: McaModelConfig, family: Family | None = None) -> Iterator[En
 def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: Family | None = None) -> Plan:
     """Match the family's table with the tensors that a Hugging Face directory holds.
 
+    A hybrid that starts from a transformer has fresh layers too, which are no part of the plan.
+
     Raises:
         ModelError: something is missing, unused, used twice, mis-shaped or of an unusable dtype; lists the names.
     """
     family = family or family_of(config.model_type)
     config = _as_stored(config, source)
-    planned = tuple(entries(config, family))
+    planned = tuple(e for e in entries(config, family) if family.hybrid or e.mapping not in MAMBA_WEIGHTS)
     problems: dict[str, list[str]] = defaultdict(list)
     problems.update(_mtp_problem(config, source, family))
     for name, count in Counter(e.mca for e in planned).items():

@@ -22,7 +22,8 @@ from mca_lib.checkpoint.writer import Piece, write_checkpoint
 from mca_lib.converter.file_tensor import SMALLEST_COPY, Content, FileTensor
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
-from mca_lib.converter.plan import Plan
+from mca_lib.converter.plan import Entry, Plan
+from mca_lib.converter.translation import FreshTensors, Translation, fresh_entries, written_as
 from mca_lib.converter.unchanged import Stamps
 from mca_lib.converter.workers import WORKERS, Scratch, one_thread_per_operation
 from mca_lib.errors import CheckpointError, ModelError
@@ -40,6 +41,7 @@ def convert_hf(
     read_back: bool = False,
     extra_rows: Mapping[str, torch.Tensor] | None = None,
     stamps: Stamps | None = None,
+    translation: Translation | None = None,
     workers: int = WORKERS,
     progress: Progress = no_progress,
 ) -> dict[str, Any]:
@@ -52,6 +54,7 @@ def convert_hf(
         read_back: read what was written and compare its digest; for a checkpoint that no `check` loads.
         stamps: of the source, where the caller has read of it already.
         extra_rows: name in the checkpoint (embedding, output layer) → rows to append, for a larger vocabulary.
+        translation: makes a hybrid of the transformer.
 
     Returns:
         {"digest", "parts", "parameters", "dtype", "tensors", "bytes", "bytes_read"} and what `check` returns
@@ -59,7 +62,7 @@ def convert_hf(
     Raises:
         ModelError: the model is unsupported, damaged or inconsistent, a weight is not a finite number, or a file of the
             model changed meanwhile.
-        ConfigError: `output` is there.
+        ConfigError: `output` is there, or the transformer cannot become that hybrid.
         CheckpointError: what was read back is not what was written.
     """
     source, output = Path(source), Path(output)
@@ -67,10 +70,12 @@ def convert_hf(
         raise ModelError(f"{source}: already an MCA checkpoint; give the directory of a Hugging Face model")
     stamps = stamps or Stamps.of(source)
     config = McaModelConfig.from_pretrained(source)
+    if translation is not None:
+        config = translation.config(config)
     with HfSource(source) as hf, published(output) as folder:
         plan = ModelConverter(config).plan(hf.tensors)
-        config = plan.config(config)
-        stream = _Stream(config, plan, hf, dict(extra_rows or {}))
+        config = plan.config(config) if translation is None else written_as(config, plan)
+        stream = _Stream(config, plan, hf, dict(extra_rows or {}), translation)
         rows = stream.write(folder / WEIGHTS_FOLDER, workers, progress)
         weights = rows_digest(rows)
         if read_back and weights_digest(folder / WEIGHTS_FOLDER) != weights:
@@ -95,20 +100,36 @@ def convert_hf(
 class _Stream:
     """The tensors of one conversion, made one at a time by each worker."""
 
-    def __init__(self, config: McaModelConfig, plan: Plan, source: HfSource, extra_rows: dict[str, torch.Tensor]):
+    def __init__(
+        self,
+        config: McaModelConfig,
+        plan: Plan,
+        source: HfSource,
+        extra_rows: dict[str, torch.Tensor],
+        translation: Translation | None,
+    ) -> None:
         self.plan = plan
         self.source = source
         self.extra_rows = extra_rows
         self.converter = ModelConverter(config)
         added = {len(rows) for rows in extra_rows.values()} or {0}
         self.target_config = replace(config, vocab_size=config.vocab_size + added.pop())
-        shapes = expected_shapes(self.target_config)
         self.entries = plan.by_target()
+        self.fresh: dict[str, tuple[Entry, str]] = {}
+        """Name of a fresh tensor → its entry, and which part of it."""
+        shapes = expected_shapes(self.target_config)
         self.pieces = []
         for entry in plan.entries:
             key, index = stored_key(entry.mca, config.stacked_layers)
             dtype = getattr(torch, source.tensors[entry.hf[0]].dtype)
             self.pieces.append(Piece(entry.mca, key, index, shapes[key], dtype))
+        if translation is not None:
+            self.fresh_tensors = FreshTensors(config, translation, getattr(torch, plan.dtype))
+            for entry in fresh_entries(config, plan):
+                for part, shape in entry.mapping.stored_parts(config):
+                    name = entry.mca + part
+                    self.fresh[name] = (entry, part)
+                    self.pieces.append(Piece(name, name, (), shape, self.fresh_tensors.dtype(entry.mca)))
         self._scratch = Scratch(max(piece.bytes for piece in self.pieces))
 
     def write(self, directory: Path, workers: int, progress: Progress) -> list[list[Any]]:
@@ -119,7 +140,8 @@ class _Stream:
         def written(piece: Piece, stored: FileTensor) -> None:
             value = self._scratch.tensor(piece.shape, piece.dtype)
             stored.read_into(value, ())
-            self.converter.check(self.entries[piece.name], self.source, self.plan, value)
+            if piece.name not in self.fresh:
+                self.converter.check(self.entries[piece.name], self.source, self.plan, value)
             row = tensor_row(piece.name, value)
             with lock:
                 rows.append(row)
@@ -130,6 +152,8 @@ class _Stream:
         return rows
 
     def _make(self, piece: Piece) -> Content:
+        if piece.name in self.fresh:
+            return self.fresh_tensors.part(*self.fresh[piece.name])
         entry, extra = self.entries[piece.name], self.extra_rows.get(piece.name)
         if extra is None:
             runs = entry.mapping.runs([self.source.slice(name) for name in entry.hf], self.converter.config)
