@@ -50,10 +50,13 @@ class Owner:
         _, started = _process(pid) or ("", 0)
         return Owner(socket.gethostname(), _boot_id(), _pid_namespace(), pid, started, uuid.uuid4().hex)
 
+    def is_here(self) -> bool:
+        """True when the owner ran on this machine since it was last started, where its process can be looked at."""
+        return (self.host, self.boot, self.namespace) == (socket.gethostname(), _boot_id(), _pid_namespace())
+
     def is_dead(self) -> bool:
         """True when the owner ran on this machine and its process is gone; False when that cannot be known."""
-        here = (socket.gethostname(), _boot_id(), _pid_namespace())
-        if (self.host, self.boot, self.namespace) != here:
+        if not self.is_here():
             return False
         process = _process(self.pid)
         if process is None:

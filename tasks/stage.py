@@ -7,6 +7,7 @@ it may have finished), moves a damaged artifact to quarantine, lets the stage pr
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from tasks.cancel import scope
@@ -14,6 +15,7 @@ from tasks.canonical import JSON, flatten, stage_key
 from tasks.compute import compute
 from tasks.contract import Input, Produced, Stage, StageContext, key_payload
 from tasks.lease import acquire
+from tasks.ledger import Run
 from tasks.report import LogReporter, Reporter
 from tasks.store import Artifact, ArtifactStore
 from tasks.verify import Damage
@@ -76,11 +78,19 @@ def probe(store: ArtifactStore, stage: Stage) -> Hit | Miss:
     return Hit(found) if isinstance(found, Artifact) else _explain(store, stage, payload, found)
 
 
-def ensure(store: ArtifactStore, stage: Stage, *, refresh: bool = False, reporter: Reporter | None = None) -> Outcome:
+def ensure(
+    store: ArtifactStore,
+    stage: Stage,
+    *,
+    refresh: bool = False,
+    reporter: Reporter | None = None,
+    run: Run | None = None,
+) -> Outcome:
     """Serve the stage's artifact, or compute and publish it.
 
     Args:
         refresh: Compute even if the artifact is there; the old one is kept in quarantine when its content differs.
+        run: The entry of the ledger that says who uses it; without one, a collection of garbage may take it any time.
 
     Raises:
         UserError: a mistake of the user, found by the stage or the store.
@@ -90,11 +100,27 @@ def ensure(store: ArtifactStore, stage: Stage, *, refresh: bool = False, reporte
     report = reporter or LogReporter(stage.name)
     stage = stage.resolve(store, report)
     payload = key_payload(stage)
+    outcome = _ensure(store, stage, payload, refresh, report, run, started)
+    if run is not None:
+        run.used(stage.name, outcome.artifact.key, cached=outcome.cached, seconds=outcome.seconds)
+    return outcome
+
+
+def _ensure(
+    store: ArtifactStore,
+    stage: Stage,
+    payload: dict[str, JSON],
+    refresh: bool,
+    report: Reporter,
+    run: Run | None,
+    started: float,
+) -> Outcome:
     key = stage_key(payload)
     at = stage.external()
     reason = "refresh was asked for"
+    with run.looking_up(stage.name, key) if run else nullcontext():
+        found = None if refresh else store.inspect(stage.name, key, at=at)
     if not refresh:
-        found = store.inspect(stage.name, key, at=at)
         if isinstance(found, Artifact):
             return Outcome(found, True, time.monotonic() - started, "")
         reason = _explain(store, stage, payload, found).reason

@@ -212,6 +212,10 @@ class ArtifactStore:
         newest_first = sorted(self.records(stage), key=lambda record: record.producer.started, reverse=True)
         return min(newest_first, key=distance, default=None)
 
+    def addresses(self, stage: str | None = None) -> Iterator[tuple[str, str]]:
+        """(stage, key) of every artifact, readable or not."""
+        return self._entries(stage)
+
     # -- writing ----------------------------------------------------------------------------------------------
 
     def quarantine(self, damage: Damage) -> Path | None:
