@@ -51,9 +51,9 @@ def test_what_is_removed_has_lost_its_name_before_its_files(sealed, monkeypatch)
 
 def test_a_full_disk_names_the_file_whatever_a_library_made_of_it(tmp_path):
     path = tmp_path / "tensors"
-    with contextlib.suppress(OSError), open("/dev/full", "wb") as file:  # closing it raises too
-        with pytest.raises(RuntimeError, match="unexpected pos") as lost:
-            torch.save(torch.zeros(10**5), file)
+    closing = contextlib.suppress(OSError)  # that fails too
+    with closing, open("/dev/full", "wb") as file, pytest.raises(RuntimeError, match="unexpected pos") as lost:
+        torch.save(torch.zeros(10**5), file)
     with pytest.raises(OSError, match=f"No space left on device: '{path}'"), naming(path):
         raise lost.value
     with pytest.raises(OSError, match=f"Input/output error: '{path}'"), naming(path):
