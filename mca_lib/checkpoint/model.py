@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, apply_factories
+from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
+    gpt_compatible_layer_maps,
+    retarget_sharded_state_dict_to_gpt_checkpoint,
+)
+from megatron.core.dist_checkpointing.mapping import (
+    LocalNonpersistentObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+)
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mca_lib.checkpoint.collective import from_rank_0
@@ -23,6 +32,7 @@ from mca_lib.checkpoint.verify import verify_model
 from mca_lib.converter.casts import beyond, is_finite, narrows
 from mca_lib.errors import CheckpointError, ResourceError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.hybrid.names import transformer_name
 from mca_lib.models.naming import checkpoint_parameters
 
 if TYPE_CHECKING:
@@ -58,26 +68,37 @@ def load_model(
     """Fill the parameters of this rank's model chunks; collective over all ranks. Returns the open checkpoint.
 
     Args:
-        stored: config of the checkpoint, where its vocabulary is smaller than the models'; rows beyond it are zero.
+        stored: config of the checkpoint, where it differs from the models'. Its vocabulary may be smaller: rows beyond
+            it are zero. It may be the transformer of a hybrid: layers without a counterpart are left as they are.
 
     Raises:
         CheckpointError: the checkpoint is not whole, is of another model, or left an element unset.
         ConfigError: a weight is too large for its parameter's dtype.
     """
-    reader = verify_model(directory, stored or models[0].mca_config)
-    for model in models:
-        for _, parameter in checkpoint_parameters(model):
-            parameter.fill_(float("nan"))
+    config = models[0].mca_config
+    stored = stored or config
+    reader = verify_model(directory, stored)
+    layers = config.layer_map if config.hybrid is not None and stored.hybrid is None else None
+    parameters = [
+        (source, parameter)
+        for model in models
+        for name, parameter in checkpoint_parameters(model)
+        if (source := name if layers is None else transformer_name(name, layers)) is not None
+    ]
+    for _, parameter in parameters:
+        parameter.fill_(float("nan"))
     tensors = _sharded_tensors(models)
+    if layers is not None:
+        retarget_sharded_state_dict_to_gpt_checkpoint(tensors, gpt_compatible_layer_maps(layers.layers))
+        tensors = {k: v for k, v in tensors.items() if not isinstance(v, LocalNonpersistentObject)}
     # Built here, not by `load`: that would merge the halves of every gated MLP into copies of the weights, and the
     # shards are views of the parameters already.
     apply_factories(tensors)
     with translated_failures(directory, "read"):
         dist_checkpointing.load(tensors, str(directory))
-    for model in models:
-        for name, parameter in checkpoint_parameters(model):
-            if not is_finite(parameter):
-                _check_infinite(name, parameter, reader)
+    for name, parameter in parameters:
+        if not is_finite(parameter):
+            _check_infinite(name, parameter, reader)
     return reader
 
 
