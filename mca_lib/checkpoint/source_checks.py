@@ -8,6 +8,7 @@ from mca_lib.checkpoint.source import Source, open_source
 from mca_lib.errors import CheckpointError, ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.hybrid.pattern import check_translatable
+from mca_lib.models.hybrid.run_config import run_config
 from mca_lib.trainers.training_args import TrainingArguments
 
 _SHAPES = ("model_type", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size")
@@ -25,21 +26,6 @@ def check_start(directory: str | Path, args: TrainingArguments) -> None:
     config = run_config(McaModelConfig.from_pretrained(directory), args)
     if args.load_checkpoint is not None:
         check_source(open_source(args.load_checkpoint), config, args)
-
-
-def run_config(config: McaModelConfig, args: TrainingArguments) -> McaModelConfig:
-    """Config of the model that the run trains, made of that of its directory. Raises ConfigError."""
-    if args.use_legacy_model and config.hybrid is not None:
-        raise ConfigError(
-            f"use_legacy_model=True, and the model is a hybrid of pattern {config.hybrid.pattern!r}: give a "
-            "transformer, or leave it out"
-        )
-    hybrid = args.hybrid_layers(config.hidden_size)
-    if hybrid is None or config.hybrid == hybrid:
-        return config
-    if config.hybrid is not None and config.hybrid.pattern == hybrid.pattern:
-        return config  # its sizes are the directory's
-    return config.with_hybrid(hybrid)
 
 
 def check_source(source: Source, config: McaModelConfig, args: TrainingArguments) -> None:

@@ -27,6 +27,8 @@ from mca_lib.errors import ConfigError, DataError
 from mca_lib.models import size
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint
 from mca_lib.models.flops import training_flops
+from mca_lib.models.hybrid.fresh import fill_fresh_layers
+from mca_lib.models.hybrid.run_config import run_config
 from mca_lib.models.layout import ARGUMENTS
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.packing import document_bounds, zigzag_index
@@ -224,11 +226,12 @@ class PretrainedModel(MegatronModule):
         stamps = Stamps.of(directory)
         mca_config = cls.config_class.from_pretrained(directory)
         size = tokenizer_size(tokenizer) if tokenizer is not None else 0
-        grown = with_vocabulary(mca_config, size)
+        grown = with_vocabulary(run_config(mca_config, args), size)
         if is_mca_checkpoint(directory):
             models = cls._empty(grown, args, use_cpu_initialization, directory)
             reader = load_model(models.models, directory / WEIGHTS_FOLDER, mca_config)
             fill_new_rows(models.models, reader, mca_config.vocab_size, grown.vocab_size)
+            fill_fresh_layers(models, mca_config, args)
             return models
         converter = ModelConverter(grown, tensor_place())
         with HfSource(directory) as stored:
@@ -237,6 +240,7 @@ class PretrainedModel(MegatronModule):
             models = cls._empty(plan.config(grown), args, use_cpu_initialization, directory)
             converter.load(models, source, plan)
         stamps.check()
+        fill_fresh_layers(models, mca_config, args)
         return models
 
     @classmethod

@@ -17,13 +17,15 @@ These are the distributions of Mamba-2's authors (https://arxiv.org/abs/2405.210
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from mca_lib.converter.mappings import Shape
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.hybrid.weights import MAMBA_WEIGHTS
+from mca_lib.models.naming import checkpoint_parameters
+from mca_lib.parallel import tensor_place
 
 type FreshMode = Literal["random", "zero_output"]
 FRESH_MODES: tuple[FreshMode, ...] = ("random", "zero_output")
@@ -90,6 +92,20 @@ def fill_fresh(
             parameter.copy_(rows[name].to_mca([value], config, rank, size))
             filled.append(name)
     return filled
+
+
+def fill_fresh_layers(models: Any, source: McaModelConfig, args: Any) -> None:
+    """Initialize the layers of this rank's chunks that `source`, a transformer, does not have; none for a hybrid.
+
+    Args:
+        models: a `VirtualModels`.
+        args: training arguments, which say how.
+    """
+    config = models.mca_config
+    if source.hybrid is None and config.hybrid is not None:
+        pairs = (pair for model in models for pair in checkpoint_parameters(model))
+        place = tensor_place()
+        fill_fresh(pairs, config, args.fresh_seed, args.fresh_layers, place.rank, place.size)
 
 
 def _drawn(name: str, shape: Shape, config: McaModelConfig, seed: int, mode: FreshMode) -> torch.Tensor:
