@@ -1,10 +1,14 @@
 """`AutoConfig` and `AutoModel`: the right class for a directory, whichever model and format it holds."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.model_factory import VirtualModels
+
+if TYPE_CHECKING:
+    from mca_lib.models.language_model import McaLanguageModel
 
 
 class AutoConfig:
@@ -17,7 +21,10 @@ class AutoConfig:
 
 
 class AutoModel:
-    """Model chunks of this rank. Every family is one class, `McaGPTModel`; the config decides what its layers are."""
+    """Model chunks of this rank: `McaGPTModel` for every family of transformers, `McaHybridModel` for hybrids.
+
+    The config decides what their layers are.
+    """
 
     @staticmethod
     def from_pretrained(
@@ -27,10 +34,12 @@ class AutoModel:
         use_cpu_initialization: bool | None = None,
         tokenizer: Any | None = None,
     ) -> VirtualModels:
-        """See `PretrainedModel.from_pretrained`."""
-        from mca_lib.models.gpt import McaGPTModel
+        """See `PretrainedModel.from_pretrained`.
 
-        return McaGPTModel.from_pretrained(
+        With `hybrid_layer_pattern` in `args` a transformer becomes a hybrid, unless `use_legacy_model` is set.
+        """
+        model_class = class_of(McaModelConfig.from_pretrained(directory), args)
+        return model_class.from_pretrained(
             directory, args, use_cpu_initialization=use_cpu_initialization, tokenizer=tokenizer
         )
 
@@ -39,6 +48,21 @@ class AutoModel:
         config: McaModelConfig, args: object | None = None, *, use_cpu_initialization: bool | None = None
     ) -> VirtualModels:
         """A model with random weights."""
-        from mca_lib.models.gpt import McaGPTModel
+        return class_of(config, args).from_config(config, args, use_cpu_initialization=use_cpu_initialization)
 
-        return McaGPTModel.from_config(config, args, use_cpu_initialization=use_cpu_initialization)
+
+def class_of(config: McaModelConfig, args: object | None = None) -> type["McaLanguageModel"]:
+    """The class of a model. Raises ConfigError where `use_legacy_model` asks for a hybrid to be a transformer."""
+    legacy = getattr(args, "use_legacy_model", False)
+    if config.hybrid is not None and legacy:
+        raise ConfigError(
+            f"use_legacy_model=True: the model is a hybrid of pattern {config.hybrid.pattern!r}, which only the hybrid "
+            "model can go on training; leave it out"
+        )
+    if config.hybrid is not None or (getattr(args, "hybrid_layer_pattern", None) is not None and not legacy):
+        from mca_lib.models.hybrid.model import McaHybridModel
+
+        return McaHybridModel
+    from mca_lib.models.gpt import McaGPTModel
+
+    return McaGPTModel

@@ -1,44 +1,24 @@
 """`McaGPTModel`: Megatron-Core's GPTModel, built from an `McaModelConfig`.
 
-Interface of `forward`, which is Megatron's:
+`McaLanguageModel` says what goes into `forward` and what comes out. In training, `loss_mask` [B, S] turns on the loss of
+multi-token prediction, where the model has it: see `mca_lib.models.mtp`.
 
-    model(input_ids_BS, position_ids_BS, attention_mask=None, labels=labels_BS, packed_seq_params=...)
-
-Labels are already shifted by the caller. The last pipeline stage returns the loss of each token, fp32 [B, S], or
-without labels the logits of this rank's share of the vocabulary; other stages return hidden states. Rows that pack
-documents have B = 1 and bring `PackedSeqParams(qkv_format="thd", ...)`. In training, `loss_mask` [B, S] turns on the
-loss of multi-token prediction, where the model has it: see `mca_lib.models.mtp`.
-
-B batch, S tokens on this rank, V share of the vocabulary.
+S tokens on this rank, B batch, H hidden size.
 """
 
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel.utils import (
-    is_pp_first_stage,
-    is_pp_last_stage,
-    is_vp_first_stage,
-    is_vp_last_stage,
-)
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mca_lib.converter.mappings import padded_vocab_size
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.language_model import McaLanguageModel, model_arguments
 from mca_lib.models.layer_spec import block_spec, mtp_spec
-from mca_lib.models.model_factory import PretrainedModel
 from mca_lib.models.mtp import add_mtp_loss
-from mca_lib.models.packing import cover_row
-from mca_lib.models.rotary import inverse_frequencies
-
-if TYPE_CHECKING:
-    from mca_lib.adapters.adapters import Adapters
 
 # Said at every construction: GPTModel takes fixes only, new features go to HybridModel. Neither matters here.
 logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
@@ -46,7 +26,7 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").addFilter(
 )
 
 
-class McaGPTModel(GPTModel, PretrainedModel):
+class McaGPTModel(McaLanguageModel, GPTModel):
     """One model chunk: all of the model, or the layers of one (virtual) pipeline stage.
 
     Args:
@@ -55,47 +35,13 @@ class McaGPTModel(GPTModel, PretrainedModel):
         vp_stage: number of the chunk within the rank, None when there is one.
     """
 
-    config_class = McaModelConfig
-
     def __init__(self, mca_config: McaModelConfig, config: TransformerConfig, *, vp_stage: int | None = None) -> None:
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        chunks = config.virtual_pipeline_model_parallel_size
         super().__init__(
-            config=config,
             transformer_layer_spec=block_spec(mca_config, config, vp_stage),
-            vocab_size=padded_vocab_size(mca_config.vocab_size, config.tensor_model_parallel_size),
-            max_sequence_length=mca_config.max_position_embeddings,
-            pre_process=is_vp_first_stage(vp_stage, chunks) and is_pp_first_stage(pipeline),
-            post_process=is_vp_last_stage(vp_stage, chunks) and is_pp_last_stage(pipeline),
-            parallel_output=True,
-            share_embeddings_and_output_weights=mca_config.tie_word_embeddings,
-            position_embedding_type="rope",
-            rotary_base=mca_config.rotary_base,
             mtp_block_spec=mtp_spec(mca_config),
-            vp_stage=vp_stage,
+            **model_arguments(mca_config, config, vp_stage),
         )
-        self.mca_config = mca_config
-        self.adapters: Adapters | None = None
-        """Of LoRA, which then are all that is trained; see `mca_lib.adapters`."""
-        if mca_config.latent_attention is None:
-            frequencies = inverse_frequencies(mca_config.kv_channels, mca_config.rotary_base, mca_config.rope_scaling)
-            self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        *args: Any,
-        packed_seq_params: PackedSeqParams | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """See the module's docstring; further arguments are those of Megatron's GPTModel."""
-        if packed_seq_params is not None:
-            packed_seq_params = cover_row(packed_seq_params, self._row_length(input_ids))
-        return super().forward(
-            input_ids, position_ids, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
-        )
+        self._finish_init(mca_config)
 
     def _postprocess(
         self,
@@ -152,36 +98,3 @@ class McaGPTModel(GPTModel, PretrainedModel):
                 packed_seq_params,
             )
         return token_losses(hidden_states, labels)
-
-    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-        """Cross entropy, fp32 [B, S]; rows of the vocabulary that are padding have no probability.
-
-        Megatron lets padding take part, so that its loss depends on the tensor parallel size.
-        """
-        if padding := self.padding_rows:
-            is_padding_V = torch.arange(logits.shape[-1], device=logits.device) >= logits.shape[-1] - padding
-            logits = logits.masked_fill(is_padding_V, float("-inf"))
-        return super().compute_language_model_loss(labels, logits)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Moves and casts the model; the experts' biases stay fp32, or their small steps would be rounded away."""
-        kept = {m: m.expert_bias for m in self.modules() if getattr(m, "expert_bias", None) is not None}
-        super()._apply(fn, recurse)
-        for router, bias in kept.items():
-            router.expert_bias = bias.to(router.expert_bias.device)
-        return self
-
-    @property
-    def padding_rows(self) -> int:
-        """Rows at the end of this rank's share of the vocabulary that no token has."""
-        share = self.vocab_size // self.config.tensor_model_parallel_size
-        end = (parallel_state.get_tensor_model_parallel_rank() + 1) * share
-        return min(share, max(0, end - self.mca_config.vocab_size))
-
-    def _row_length(self, input_ids: torch.Tensor | None) -> int:
-        """Tokens of the row over all context parallel ranks; later pipeline stages may have no ids."""
-        context = self.config.context_parallel_size
-        if input_ids is not None:
-            return input_ids.shape[1] * context
-        split = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        return self.decoder.input_tensor.shape[0] * split * context

@@ -9,8 +9,10 @@ Both hold at once: experts are spread over the ranks of the data, context and te
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+from mca_lib.models.hybrid.pattern import PIPE
 
 
 class ParallelSizes(Protocol):
@@ -69,10 +71,17 @@ class Layout:
 
     @classmethod
     def from_args(cls, args: object | None) -> "Layout":
-        """From training arguments under Megatron's names; None is one rank."""
+        """From training arguments under Megatron's names; None is one rank.
+
+        A hybrid's pattern with `|` in it is also its pipeline layout.
+        """
         if args is None:
             return cls()
-        return cls(**{name: getattr(args, argument) for name, argument in ARGUMENTS.items()})
+        layout = cls(**{name: getattr(args, argument) for name, argument in ARGUMENTS.items()})
+        pattern = None if getattr(args, "use_legacy_model", False) else getattr(args, "hybrid_layer_pattern", None)
+        if pattern and PIPE in pattern and layout.pipeline_layout is None:
+            return replace(layout, pipeline_layout=pattern)
+        return layout
 
 
 def renamed(message: str, names: Mapping[str, str]) -> str:

@@ -3,7 +3,8 @@
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout import ParallelSizes, expert_tensor_size, too_small
-from mca_lib.models.pipeline import pipeline_chunks
+from mca_lib.models.hybrid.pattern import ATTENTION, LATENT, SYMBOLS
+from mca_lib.models.pipeline import Chunk, pipeline_chunks
 
 
 def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None:
@@ -15,13 +16,22 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
         raise ConfigError(problem)
     _check_tensor(config, parallel)
     _check_experts(config, parallel)
-    pipeline_chunks(config.num_layers, config.mtp_num_layers, parallel)
+    if config.hybrid is not None:
+        _check_layers(config, config.hybrid.pattern)
+        _check_mamba(config, parallel)
+    chunks_of(config, parallel)
     if config.tie_word_embeddings and config.mtp_num_layers and parallel.pipeline > 1:
         # The last stage would have the tied matrix twice, as its embedding and as its output layer.
         raise ConfigError(
             f"parallel.pipeline={parallel.pipeline}: a model with tied embeddings and multi-token prediction layers "
             "cannot be split into stages; use 1"
         )
+
+
+def chunks_of(config: McaModelConfig, parallel: ParallelSizes) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of each pipeline rank. Raises ConfigError naming the recipe's fields that do not fit the model."""
+    pattern = config.hybrid.pattern if config.hybrid is not None else None
+    return pipeline_chunks(config.num_layers, config.mtp_num_layers, parallel, pattern)
 
 
 def check_training_layout(config: McaModelConfig, parallel: ParallelSizes) -> None:
@@ -54,6 +64,44 @@ def _check_tensor(config: McaModelConfig, parallel: ParallelSizes) -> None:
             raise ConfigError(f"parallel.tensor={tp} does not divide the model's {name} {size}")
     if parallel.sequence_parallel and tp == 1:
         raise ConfigError("parallel.sequence_parallel needs parallel.tensor > 1; turn it off")
+
+
+_NEEDS = {"G": "flash-linear-attention", "D": "Transformer Engine and fast-hadamard-transform"}
+"""Layers that this package has no sizes and no weight table for → what Megatron (0.19.2) builds them with, on a GPU."""
+
+
+def _check_layers(config: McaModelConfig, pattern: str) -> None:
+    shown = f"hybrid_layer_pattern={pattern!r}"
+    for symbol, packages in _NEEDS.items():
+        if symbol in pattern:
+            raise ConfigError(
+                f"{shown}: {symbol} ({SYMBOLS[symbol]}) is not supported; Megatron builds it on a GPU alone, with "
+                f"{packages}"
+            )
+    latent = config.latent_attention is not None
+    if (foreign := ATTENTION if latent else LATENT) in pattern:
+        has, fits = ("has", LATENT) if latent else ("has no", ATTENTION)
+        raise ConfigError(f"{shown}: the model {has} latent attention; write {fits} for {foreign}")
+
+
+def _check_mamba(config: McaModelConfig, parallel: ParallelSizes) -> None:
+    """Each tensor parallel rank has whole groups of heads; context parallel ranks share its heads among themselves."""
+    if config.hybrid.mamba is None:
+        return
+    mamba, tp, cp = config.hybrid.mamba, parallel.tensor, parallel.context
+    if mamba.num_groups % tp:
+        raise ConfigError(
+            f"parallel.tensor={tp} does not divide the {mamba.num_groups} groups of the model's Mamba layers; use one "
+            f"of {_divisors(mamba.num_groups)}, or make the hybrid with more groups (num_groups)"
+        )
+    heads, groups = mamba.num_heads // tp, mamba.num_groups // tp
+    if heads % cp or (groups % cp and cp % groups):
+        among = f" on each of parallel.tensor={tp} ranks" if tp > 1 else ""
+        fitting = [d for d in _divisors(heads) if groups % d == 0 or d % groups == 0]
+        raise ConfigError(
+            f"parallel.context={cp} does not fit the {heads} heads in {groups} groups of a Mamba layer{among}; use one "
+            f"of {fitting}"
+        )
 
 
 def _check_experts(config: McaModelConfig, parallel: ParallelSizes) -> None:

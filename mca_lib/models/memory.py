@@ -19,8 +19,9 @@ from mca_lib.converter.mappings import TensorPlace, padded_vocab_size
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout import ParallelSizes, expert_tensor_size, rank_problems, size_problems
-from mca_lib.models.pipeline import Chunk, pipeline_chunks
-from mca_lib.models.registry import family_of
+from mca_lib.models.layout_rules import chunks_of
+from mca_lib.models.pipeline import Chunk
+from mca_lib.models.registry import weights_family
 from mca_lib.models.size import rows_held
 
 _WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
@@ -78,7 +79,7 @@ def stage_memory(
     """Of every pipeline stage. Raises ConfigError when `ranks` cannot be laid out so."""
     for problem in (*size_problems(layout), *rank_problems(layout, ranks)):
         raise ConfigError(problem)
-    chunks = pipeline_chunks(config.num_layers, config.mtp_num_layers, layout)
+    chunks = chunks_of(config, layout)
     return tuple(_stage(config, layout, training, ranks, stage, chunks[stage]) for stage in range(layout.pipeline))
 
 
@@ -86,7 +87,7 @@ def chunk_tensors(config: McaModelConfig, layout: ParallelSizes, chunk: Chunk) -
     """What a model chunk allocates on each of its ranks."""
     place = TensorPlace(0, layout.tensor, 0, expert_tensor_size(layout))
     shared = config.tie_word_embeddings and layout.pipeline > 1
-    for row in family_of(config.model_type).mappings(config):
+    for row in weights_family(config).mappings(config):
         count = rows_held(row, config, chunk) * (config.moe.num_experts // layout.expert if row.per_expert else 1)
         if count:
             alone = shared and row.mca == "embedding.word_embeddings.weight"

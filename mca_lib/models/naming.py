@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
     from mca_lib.models.config import McaModelConfig
-    from mca_lib.models.gpt import McaGPTModel
+    from mca_lib.models.language_model import McaLanguageModel
 
 LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
 EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
@@ -23,6 +23,10 @@ _MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.")
 
 _LOCAL_EXPERT = re.compile(r"^mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.)|(linear_fc[12]\.)weight(\d+)$)")
 """An expert of the local layer, which is a module, or of Transformer Engine's, where all are one module."""
+
+MAMBA_NORM = ("norm.", "mixer.in_proj.layer_norm_")
+"""(prefix in a local Mamba layer, prefix in the checkpoint); as `fused_names`."""
+_MAMBA_NAMES = (MAMBA_NORM, ("mixer.conv1d_", "mixer.conv1d."))
 
 
 def fused_names(config: "McaModelConfig", has_experts: bool) -> tuple[tuple[str, str], ...]:
@@ -37,7 +41,7 @@ def fused_names(config: "McaModelConfig", has_experts: bool) -> tuple[tuple[str,
     return attention if has_experts else (*attention, ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
 
 
-def checkpoint_parameters(model: "McaGPTModel") -> Iterator[tuple[str, "torch.Tensor"]]:
+def checkpoint_parameters(model: "McaLanguageModel") -> Iterator[tuple[str, "torch.Tensor"]]:
     """(name in the checkpoint, tensor) of one model chunk: parameters, and buffers that are weights (expert biases).
 
     Adapters are no part of the model's checkpoint.
@@ -66,7 +70,8 @@ def _layer_name(name: str, layer: "torch.nn.Module", config: "McaModelConfig", n
         expert = layer.mlp.local_expert_indices[int(match[1] or match[4])]
         rest = match[2] + name[match.end() :] if match[1] else match[3] + "weight"
         return f"mlp.experts.experts.{expert}.{rest}"
-    for own, fused in fused_names(config, has_experts=number in config.moe_layers):
+    renamed = _MAMBA_NAMES if number in config.mamba_layers else fused_names(config, number in config.moe_layers)
+    for own, fused in renamed:
         if name.startswith(own):
             return fused + name.removeprefix(own)
     return name

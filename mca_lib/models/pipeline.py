@@ -12,12 +12,15 @@ or `pipeline_layout`, Megatron's notation of the chunks in the order of the mode
     | ends a chunk   x*n is x n times   (…)*n is … n times   commas are for the eye
 
     Et*3|t*5|t*5|t*3L          4 chunks: pipeline 4, or pipeline 2 with virtual_pipeline 2
+
+A hybrid model's `pipeline_layout` is its pattern with | between the chunks instead: M*-|*-M*-.
 """
 
 import re
 from dataclasses import dataclass
 
 from mca_lib.errors import ConfigError
+from mca_lib.models.hybrid.pattern import PIPE, parse_pattern
 from mca_lib.models.layout import ParallelSizes, virtual_stages
 
 _UNROLL = (re.compile(r"\(([^)]+)\)\*(\d{1,4})"), re.compile(r"(.)\*(\d{1,4})"))
@@ -36,15 +39,21 @@ class Chunk:
     """The last norm and the output layer."""
 
 
-def pipeline_chunks(num_layers: int, mtp_num_layers: int, layout: ParallelSizes) -> tuple[tuple[Chunk, ...], ...]:
-    """The chunks of each pipeline rank. Raises ConfigError naming the recipe's fields that do not fit the model."""
+def pipeline_chunks(
+    num_layers: int, mtp_num_layers: int, layout: ParallelSizes, pattern: str | None = None
+) -> tuple[tuple[Chunk, ...], ...]:
+    """The chunks of each pipeline rank. Raises ConfigError naming the recipe's fields that do not fit the model.
+
+    Args:
+        pattern: the layers of a hybrid model.
+    """
     ranks, chunks = layout.pipeline, virtual_stages(layout) or 1
     if chunks > 1 and ranks == 1:
         raise ConfigError(f"parallel.virtual_pipeline={chunks} needs parallel.pipeline > 1")
     if layout.pipeline_layout is not None:
-        sizes = _custom_sizes(num_layers, mtp_num_layers, layout)
+        sizes = _custom_sizes(num_layers, mtp_num_layers, layout, pattern)
     else:
-        sizes = [n // chunks for n in _rank_sizes(num_layers, layout)] * chunks
+        sizes = [n // chunks for n in _rank_sizes(num_layers, layout, pattern)] * chunks
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
     last = len(sizes) - 1
     in_order = [
@@ -69,7 +78,17 @@ def megatron_split(layout: ParallelSizes) -> dict[str, int | str | None]:
     }
 
 
-def _rank_sizes(num_layers: int, layout: ParallelSizes) -> list[int]:
+def hybrid_split(chunks: tuple[tuple[Chunk, ...], ...]) -> dict[str, str | None]:
+    """`megatron_split` of a hybrid model. Its chunks are written out, so that Megatron's own rules for equal shares,
+    which differ from one of its classes to another, have no say."""
+    if len(chunks) == 1:
+        return {"pipeline_model_parallel_layout": None}
+    in_order = [chunk for stage in zip(*chunks, strict=True) for chunk in stage]
+    parts = ["E" * chunk.embedding + "t" * len(chunk.layers) + "L" * chunk.head for chunk in in_order]
+    return {"pipeline_model_parallel_layout": "|".join(parts)}
+
+
+def _rank_sizes(num_layers: int, layout: ParallelSizes, pattern: str | None) -> list[int]:
     """Layers of each pipeline rank, without a custom layout."""
     ranks, chunks = layout.pipeline, virtual_stages(layout) or 1
     first, last = layout.first_stage_layers, layout.last_stage_layers
@@ -94,7 +113,7 @@ def _rank_sizes(num_layers: int, layout: ParallelSizes) -> list[int]:
                 + (f" x parallel.virtual_pipeline={chunks}" if chunks > 1 else "")
                 + "; change them, or write parallel.pipeline_layout"
             )
-        raise ConfigError(_uneven(num_layers, ranks, chunks))
+        raise ConfigError(_uneven(num_layers, ranks, chunks, pattern))
     share = middle // middle_ranks
     return [
         *([first] if first is not None else []),
@@ -103,7 +122,7 @@ def _rank_sizes(num_layers: int, layout: ParallelSizes) -> list[int]:
     ]
 
 
-def _uneven(num_layers: int, ranks: int, chunks: int) -> str:
+def _uneven(num_layers: int, ranks: int, chunks: int, pattern: str | None) -> str:
     """Why equal shares fail, and what could be done instead."""
     stages = ranks * chunks
     name = "parallel.pipeline" if chunks == 1 else "parallel.pipeline x parallel.virtual_pipeline"
@@ -116,24 +135,35 @@ def _uneven(num_layers: int, ranks: int, chunks: int) -> str:
     left = num_layers - share * (ranks - 1)
     if left > 0 and left % chunks == 0:
         return f"{message}, or set parallel.last_stage_layers: {left}"
-    return f"{message}, or write parallel.pipeline_layout: {proposed_layout(num_layers, stages)}"
+    proposed = proposed_pattern(pattern, stages) if pattern else proposed_layout(num_layers, stages)
+    return f"{message}, or write parallel.pipeline_layout: {proposed}"
 
 
 def proposed_layout(num_layers: int, stages: int, mtp_num_layers: int = 0) -> str:
     """A pipeline layout with the layers spread as evenly as they go, the smaller chunks first and last."""
-    base, more = divmod(num_layers, stages)
-    start = (stages - more) // 2
-    sizes = [base + (start <= i < start + more) for i in range(stages)]
-    parts = [f"t*{n}" if n > 1 else "t" * n for n in sizes]
+    parts = [f"t*{n}" if n > 1 else "t" * n for n in _spread(num_layers, stages)]
     return "E" + "|".join(parts) + "m" * mtp_num_layers + "L"
 
 
-def _custom_sizes(num_layers: int, mtp_num_layers: int, layout: ParallelSizes) -> list[int]:
+def proposed_pattern(pattern: str, stages: int) -> str:
+    """`proposed_layout` of a hybrid model."""
+    sizes = _spread(len(pattern), stages)
+    ends = [sum(sizes[: i + 1]) for i in range(stages)]
+    return PIPE.join(pattern[end - size : end] for size, end in zip(sizes, ends, strict=True))
+
+
+def _spread(num_layers: int, stages: int) -> list[int]:
+    base, more = divmod(num_layers, stages)
+    start = (stages - more) // 2
+    return [base + (start <= i < start + more) for i in range(stages)]
+
+
+def _custom_sizes(num_layers: int, mtp_num_layers: int, layout: ParallelSizes, pattern: str | None) -> list[int]:
     """Layers of each chunk, in the order of the model, of a custom layout."""
     text, field = layout.pipeline_layout, f"parallel.pipeline_layout={layout.pipeline_layout!r}"
     if layout.first_stage_layers is not None or layout.last_stage_layers is not None:
         raise ConfigError(f"{field} cannot go with parallel.first_stage_layers or parallel.last_stage_layers; keep one")
-    parts = parse_layout(text)
+    parts = parse_layout(text) if pattern is None else _segments(text, pattern)
     ranks, chunks = layout.pipeline, virtual_stages(layout) or 1
     if ranks == 1:
         raise ConfigError(f"{field} needs parallel.pipeline > 1")
@@ -145,6 +175,8 @@ def _custom_sizes(num_layers: int, mtp_num_layers: int, layout: ParallelSizes) -
             f"{field} has {len(parts)} chunks, and parallel.pipeline={ranks} x parallel.virtual_pipeline={chunks} is "
             f"{ranks * chunks}; {hint}"
         )
+    if pattern is not None:
+        return [len(part) for part in parts]
     whole = "".join(parts)
     order = "E" + "t" * num_layers + "m" * mtp_num_layers + "L"
     if whole != order or not parts[0].startswith("E") or not parts[-1].endswith("m" * mtp_num_layers + "L"):
@@ -155,6 +187,17 @@ def _custom_sizes(num_layers: int, mtp_num_layers: int, layout: ParallelSizes) -
             f"{proposed_layout(num_layers, ranks * chunks, mtp_num_layers)}"
         )
     return [part.count("t") for part in parts]
+
+
+def _segments(text: str, pattern: str) -> list[str]:
+    """The chunks of a hybrid model's layout. Raises ConfigError where it has other layers than the model."""
+    parsed = parse_pattern(text, "parallel.pipeline_layout")
+    if parsed.layers != pattern:
+        raise ConfigError(
+            f"parallel.pipeline_layout={text!r} has other layers than the model, whose pattern is {pattern!r}; write "
+            f"that, with {PIPE} between the chunks"
+        )
+    return list(parsed.segments)
 
 
 def parse_layout(text: str) -> list[str]:

@@ -3,7 +3,7 @@
 Counted from the weight table of the family, which is also what a conversion fills: the figures are those of the
 model that is built. The biases that balance experts count as `router`, though no gradient reaches them.
 
-    embedding attention mlp experts shared_experts router norms head mtp
+    embedding attention mamba mlp experts shared_experts router norms head mtp
 """
 
 import math
@@ -13,8 +13,9 @@ from operator import attrgetter
 from mca_lib.converter.mappings import Mapping, TensorPlace, Vocabulary, padded_vocab_size
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout import ParallelSizes, expert_tensor_size
-from mca_lib.models.pipeline import Chunk, pipeline_chunks
-from mca_lib.models.registry import family_of
+from mca_lib.models.layout_rules import chunks_of
+from mca_lib.models.pipeline import Chunk
+from mca_lib.models.registry import weights_family
 
 _PARTS = (
     # The first that a name contains; a norm is a norm wherever it stands.
@@ -23,19 +24,20 @@ _PARTS = (
     ("embedding", "embedding."),
     ("head", "output_layer."),
     ("attention", ".self_attention."),
+    ("mamba", ".mixer."),
     ("router", ".router."),
     ("shared_experts", ".shared_experts."),
     ("experts", ".experts."),
     ("mlp", ".mlp."),
 )
 
-PARTS = ("embedding", "attention", "mlp", "experts", "shared_experts", "router", "norms", "head", "mtp")
+PARTS = ("embedding", "attention", "mamba", "mlp", "experts", "shared_experts", "router", "norms", "head", "mtp")
 
 
 def parts(config: McaModelConfig) -> dict[str, int]:
     """Parameters of the whole model by part, without padding; a tied output layer counts once, as embedding."""
     counts = dict.fromkeys(PARTS, 0)
-    for row in family_of(config.model_type).mappings(config):
+    for row in weights_family(config).mappings(config):
         counts[_part(row)] += sum(math.prod(s) for s in row.hf_shapes(config)) * _copies(row, config)
     return counts
 
@@ -67,8 +69,8 @@ def local_parts(
     """
     counts = dict.fromkeys(PARTS, 0)
     place = TensorPlace(tensor_rank, layout.tensor, expert_tensor_rank, expert_tensor_size(layout))
-    chunks = pipeline_chunks(config.num_layers, config.mtp_num_layers, layout)[pipeline_rank]
-    for row in family_of(config.model_type).mappings(config):
+    chunks = chunks_of(config, layout)[pipeline_rank]
+    for row in weights_family(config).mappings(config):
         shape = row.local_shape(config, *place.of(row))
         experts = config.moe.num_experts // layout.expert if row.per_expert else 1
         counts[_part(row)] += math.prod(shape) * experts * sum(rows_held(row, config, chunk) for chunk in chunks)

@@ -10,8 +10,8 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig, YarnRope
 from mca_lib.models.layout import Layout, expert_tensor_size, virtual_stages
-from mca_lib.models.layout_rules import check_config_layout
-from mca_lib.models.pipeline import megatron_split
+from mca_lib.models.layout_rules import check_config_layout, chunks_of
+from mca_lib.models.pipeline import hybrid_split, megatron_split
 from mca_lib.models.registry import check_config
 from mca_lib.models.rotary import attention_factor
 from mca_lib.models.training_rules import check_training_options
@@ -73,11 +73,12 @@ def transformer_config(
         mtp_loss_scaling_factor=getattr(args, "mtp_loss_weight", 0.1),
         **_latent_attention(config),
         **_experts(config, args),
+        **_mamba(config),
         # the layout
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=virtual_stages(layout),
-        **megatron_split(layout),
+        **(megatron_split(layout) if config.hybrid is None else hybrid_split(chunks_of(config, layout))),
         context_parallel_size=layout.context,
         expert_model_parallel_size=layout.expert,
         expert_tensor_parallel_size=expert_tensor_size(layout),
@@ -197,6 +198,24 @@ def _experts(config: McaModelConfig, args: object | None) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": uses_transformer_engine(),
     }
+
+
+def _mamba(config: McaModelConfig) -> dict[str, Any]:
+    """Fields of a hybrid model. Megatron's layers take the rest of a Mamba layer's sizes from their specification."""
+    if config.hybrid is None:
+        return {}
+    mamba = config.hybrid.mamba
+    sizes = (
+        {}
+        if mamba is None
+        else {
+            "mamba_num_heads": mamba.num_heads,
+            "mamba_head_dim": mamba.head_dim,
+            "mamba_state_dim": mamba.state_size,
+            "mamba_num_groups": mamba.num_groups,
+        }
+    )
+    return {"is_hybrid_model": True, **sizes}
 
 
 def params_dtype(args: object | None) -> torch.dtype:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from mca_lib.errors import ConfigError
 
-MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
+MAMBA, ATTENTION, MLP, MOE, LATENT = "M", "*", "-", "E", "+"
 SYMBOLS = {
     MAMBA: "Mamba-2",
     ATTENTION: "attention",
@@ -19,7 +19,7 @@ SYMBOLS = {
     MOE: "mixture of experts",
     "G": "gated delta net",
     "D": "sparse attention (DSA)",
-    "+": "latent attention",
+    LATENT: "latent attention",
 }
 PIPE, MTP = "|", "/"
 _TRANSLATABLE = (MAMBA, ATTENTION, MLP, MOE)
