@@ -6,7 +6,7 @@ Every destination starts as NaN and every weight must be finite, so that what wa
 every parameter is visited once, or it is an error.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
@@ -59,7 +59,7 @@ class ModelConverter:
         that a target without one shows without: in the `convert` job, through which every model goes.
         """
         targets = plan.by_target()
-        held = {name: tuple(p.shape) for model in models for name, p in checkpoint_parameters(model)}
+        held = {name: tuple(p.shape) for name, p in self._sourced(models)}
         for name, shape in held.items():
             if name not in targets:
                 raise ModelError(f"the weight table of {self.config.model_type} has no row for {name}")
@@ -82,6 +82,8 @@ class ModelConverter:
     ) -> None:
         """Fill every parameter of the model chunks from the slices that this rank owns, cast to its dtype.
 
+        Layers of a hybrid that the source, a transformer, does not have are left as they are.
+
         Raises:
             ModelError: the plan does not hold, and nothing has been read then; or a weight is NaN or infinite.
             ConfigError: a weight is too large for its parameter's dtype.
@@ -90,7 +92,7 @@ class ModelConverter:
         plan = plan or self.plan(source.tensors)
         self.check_targets(models, plan)
         targets = plan.by_target()
-        parameters = [pair for model in models for pair in checkpoint_parameters(model)]
+        parameters = list(self._sourced(models))
         for done, (name, parameter) in enumerate(parameters):
             entry = targets.pop(name, None)
             if entry is None:
@@ -142,6 +144,13 @@ class ModelConverter:
             for name, runs in zip(entry.hf, values, strict=True)
             for written in (name, *(copy for copy, of in self._copies.items() if of == name))
         ]
+
+    def _sourced(self, models: Iterable["McaGPTModel"]) -> Iterator[tuple[str, torch.Tensor]]:
+        """(Name in the checkpoint, tensor) of what the source has; a transformer has no Mamba layers."""
+        fresh = () if family_of(self.config.model_type).hybrid else self.config.mamba_layers
+        prefixes = tuple(f"decoder.layers.{layer}." for layer in fresh)
+        for model in models:
+            yield from (pair for pair in checkpoint_parameters(model) if not pair[0].startswith(prefixes))
 
     def _local_shape(self, entry: Entry) -> tuple[int, ...]:
         return entry.mapping.local_shape(self.config, *self.place.of(entry.mapping))
