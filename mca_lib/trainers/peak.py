@@ -47,7 +47,7 @@ def flops_counter(
 def peak_flops(output_dir: Path, dtype: torch.dtype) -> float:
     """Floating point operations per second of all ranks together; all ranks take part."""
     path, key = output_dir / NAME, f"{dist.get_world_size()} x {_device_name()}, {dtype}"
-    known = from_rank_0(lambda: json.loads(path.read_text()) if path.is_file() else {})
+    known = from_rank_0(lambda: _known(path))
     if key in known:
         return known[key]
     dist.barrier()
@@ -59,6 +59,16 @@ def peak_flops(output_dir: Path, dtype: torch.dtype) -> float:
         temporary.write_text(json.dumps(known, indent=1))
         os.replace(temporary, path)
     return known[key]
+
+
+def _known(path: Path) -> dict[str, float]:
+    """What was measured before; a file that a crash has spoilt is measured anew."""
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    numbers = known.items() if isinstance(known, dict) else ()
+    return {key: value for key, value in numbers if isinstance(value, int | float) and value > 0}
 
 
 def _measure(dtype: torch.dtype) -> float:

@@ -136,16 +136,19 @@ def finite(measures: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_log(output_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a training log; a last line that was cut off by a crash is left out."""
+    """The lines of a training log, up to the first that a crash has cut off or spoilt."""
     path = output_dir / LOG_NAME
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text().splitlines():
+    for text in path.read_bytes().splitlines():
         try:
-            lines.append(json.loads(text))
-        except json.JSONDecodeError:
+            line = json.loads(text)
+        except ValueError:  # no JSON, or no text
             break
+        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
+            break
+        lines.append(line)
     return lines
 
 

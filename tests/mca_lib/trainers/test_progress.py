@@ -1,8 +1,15 @@
-"""What a run keeps of its log."""
+"""What a run keeps of its log, and what a crash may do to the files beside the checkpoints."""
+
+import json
+from pathlib import Path
 
 import pytest
 
-from mca_lib.trainers.progress import CURVE_POINTS, curve
+from mca_lib.trainers import peak
+from mca_lib.trainers.names import LOG_NAME
+from mca_lib.trainers.progress import CURVE_POINTS, curve, read_log
+
+SPOILT = [b"", b'{"step": 3, "lo', b"\xff\xfe{", b"\0" * 99, b"null", b"5", b"{}", b'{"step": null}']
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2, CURVE_POINTS, CURVE_POINTS + 1, 1000])
@@ -13,3 +20,16 @@ def test_a_curve_has_few_points_and_both_ends(steps):
     assert len(points) >= min(steps, CURVE_POINTS / 2)
     assert [*points][:1] + [*points][-1:] == ([1, steps] if steps else [])
     assert curve(lines, "eval_loss") == {steps: 0.5}
+
+
+@pytest.mark.parametrize("spoilt", SPOILT)
+def test_a_log_is_read_up_to_what_a_crash_has_spoilt(tmp_path: Path, spoilt: bytes):
+    line = {"step": 1, "loss": 2.5}
+    (tmp_path / LOG_NAME).write_bytes(json.dumps(line).encode() + b"\n" + spoilt + b"\n" * bool(spoilt))
+    assert read_log(tmp_path) == [line]
+
+
+@pytest.mark.parametrize("spoilt", [*SPOILT, b'{"step": 0}'])
+def test_a_peak_that_cannot_be_read_is_measured_anew(tmp_path: Path, spoilt: bytes):
+    (tmp_path / peak.NAME).write_bytes(spoilt)
+    assert peak._known(tmp_path / peak.NAME) == {}
