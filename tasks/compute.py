@@ -69,6 +69,30 @@ def compute(
     return artifact
 
 
+def fetch(
+    store: ArtifactStore, name: str, key: str, lease: Lease, check: Callable[[], None], report: Reporter
+) -> Artifact | None:
+    """Publish the artifact that the remote store has, with the lease in hand; None where there is none."""
+    if store.remote is None:
+        return None
+    with store.guard("cannot be written"):
+        store.staging.mkdir(exist_ok=True)
+        staging = store.staging / f"{lease.path.name}.{uuid.uuid4().hex[:8]}"
+        staging.mkdir()
+        try:
+            record = store.remote.fetch(name, key, staging, report)
+            if record is None:
+                return None
+            check()
+            cache = store.statcache.folder(store.location(name, key))
+            seal(staging, cache)
+            artifact = publish(store, staging, record, check, replace=False)
+            cache.save()
+            return artifact
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+
 def _verify_inputs(store: ArtifactStore, stage: Stage) -> None:
     """Raise StoreError unless every input artifact is there with the bytes that its digest stands for."""
     for role, entry in stage.inputs().items():

@@ -142,11 +142,17 @@ def load(path: Path, stage: str, key: str) -> ArtifactRecord:
         raise StoreError(f"{path}: not readable by this user; mend the permissions of the store") from None
     except (OSError, ValueError) as error:
         raise UnreadableRecord(f"is unreadable ({error})") from None
+    return loads(body, stage, key, where=str(path))
+
+
+def loads(body: Any, stage: str, key: str, where: str = "record") -> ArtifactRecord:
+    """Check the content of a record, which must be of this stage and key; errors as of `load`."""
     if not isinstance(body, dict):
         raise UnreadableRecord("is not a record")
+    body = dict(body)
     if isinstance(body.get("format"), int) and body["format"] > FORMAT:
         raise StoreError(
-            f"{path}: record format {body['format']} is of a newer mcaflow (this one knows {FORMAT}); upgrade"
+            f"{where}: record format {body['format']} is of a newer mcaflow (this one knows {FORMAT}); upgrade"
         )
     checksum = body.pop("checksum", None)
     try:

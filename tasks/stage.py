@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tasks.cancel import scope
 from tasks.canonical import JSON, flatten, stage_key
-from tasks.compute import compute
+from tasks.compute import compute, fetch
 from tasks.contract import Input, Produced, Stage, StageContext, key_payload
 from tasks.lease import acquire
 from tasks.ledger import Run
@@ -139,7 +139,11 @@ def _ensure(
                 running.check()
                 lease.check()
 
+            if not refresh and at is None and (fetched := fetch(store, stage.name, key, lease, check, report)):
+                return Outcome(fetched, True, time.monotonic() - started, "")
             artifact = compute(store, stage, payload, key, lease, check, report, replace=refresh)
+            if store.remote is not None and at is None:
+                store.remote.push(artifact, report)
     return Outcome(artifact, False, time.monotonic() - started, reason)
 
 

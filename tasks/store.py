@@ -25,6 +25,7 @@ from typing import Any
 from tasks.canonical import blake3_hex, canonical_json, flatten
 from tasks.errors import StoreError
 from tasks.record import RECORD_NAME, ArtifactRecord, UnreadableRecord, load
+from tasks.remote import RemoteStore
 from tasks.statcache import StatCache
 from tasks.verify import Damage, find_damage
 
@@ -73,12 +74,16 @@ class Lineage:
 class ArtifactStore:
     """A store on a local or shared file system. Cheap to construct; safe to use from many processes."""
 
-    def __init__(self, root: Path | str, *, create: bool = True) -> None:
+    def __init__(self, root: Path | str, *, create: bool = True, remote: str | None = None) -> None:
         """Open the store, and create it when it is not there.
+
+        Args:
+            remote: URL of a store that machines share; see `tasks.remote`.
 
         Raises:
             StoreError: the path is not a directory, cannot be created, or (`create=False`) does not exist.
         """
+        self.remote = RemoteStore(remote) if remote else None
         self.root = Path(root).expanduser().absolute()
         try:
             with self.guard("cannot be opened"):
@@ -157,7 +162,7 @@ class ArtifactStore:
 
     def records(self, stage: str | None = None) -> Iterator[ArtifactRecord]:
         """Records of the store, or of one stage, without looking at payloads; those it cannot read are left out."""
-        for name, key in self._entries(stage):
+        for name, key in self.addresses(stage):
             try:
                 yield load(self.location(name, key) / RECORD_NAME, name, key)
             except (UnreadableRecord, StoreError):
@@ -197,7 +202,7 @@ class ArtifactStore:
 
     def verify(self, *, full: bool = False, stage: str | None = None) -> Iterator[tuple[str, str, Damage | None]]:
         """(stage, key, what is wrong or None) of each artifact. Reports only; a run mends what it needs."""
-        for name, key in self._entries(stage):
+        for name, key in self.addresses(stage):
             found = self.inspect(name, key, full=full)
             yield name, key, found if isinstance(found, Damage) else None
 
@@ -211,10 +216,6 @@ class ArtifactStore:
 
         newest_first = sorted(self.records(stage), key=lambda record: record.producer.started, reverse=True)
         return min(newest_first, key=distance, default=None)
-
-    def addresses(self, stage: str | None = None) -> Iterator[tuple[str, str]]:
-        """(stage, key) of every artifact, readable or not."""
-        return self._entries(stage)
 
     # -- writing ----------------------------------------------------------------------------------------------
 
@@ -266,7 +267,8 @@ class ArtifactStore:
             reason = reasons[error.errno]
             raise StoreError(f"{self.root}: the artifact store {what}: {reason} ({error.strerror})") from error
 
-    def _entries(self, stage: str | None) -> Iterator[tuple[str, str]]:
+    def addresses(self, stage: str | None = None) -> Iterator[tuple[str, str]]:
+        """(stage, key) of every artifact, readable or not."""
         stages = [stage] if stage else sorted(p.name for p in self.root.iterdir() if p.is_dir() and p.name[0] != ".")
         for name in stages:
             folder = self.root / name
