@@ -13,6 +13,8 @@ from typing import Annotated
 
 import typer
 
+from flows.store_cli import register
+
 app = typer.Typer(
     name="mcaflow",
     help="Train language models on Megatron-Core as a pipeline of cached stages.",
@@ -248,6 +250,9 @@ def inspect(
         "recompute": recompute,
     }
     inspect_model(model, layout, training, ranks=ranks, data=data, as_json=as_json)
+
+
+register(app)
 
 
 def main() -> None:

@@ -171,7 +171,7 @@ def list_artifacts(store: Path, stage: str | None) -> None:
 
 def show_artifact(store: Path, reference: str) -> None:
     """``mcaflow show``."""
-    artifact = _find(ArtifactStore(store, create=False), reference)
+    artifact = find_artifact(ArtifactStore(store, create=False), reference)
     record = artifact.record
     console = make_console()
     console.print(f"[bold]{artifact.stage}/{artifact.key}[/]", highlight=False)
@@ -193,7 +193,7 @@ def show_artifact(store: Path, reference: str) -> None:
 def show_lineage(store: Path, reference: str) -> None:
     """``mcaflow lineage``."""
     opened = ArtifactStore(store, create=False)
-    make_console().print(_branch(opened.lineage(_find(opened, reference))), highlight=False)
+    make_console().print(_branch(opened.lineage(find_artifact(opened, reference))), highlight=False)
 
 
 def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
@@ -204,7 +204,7 @@ def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
     if reference is None:
         checked = list(opened.verify(full=full))
     else:
-        artifact = _find(opened, reference)
+        artifact = find_artifact(opened, reference)
         found = opened.inspect(artifact.stage, artifact.key, full=full)
         checked = [(artifact.stage, artifact.key, found if isinstance(found, Damage) else None)]
     damaged = [damage for _, _, damage in checked if damage]
@@ -216,7 +216,7 @@ def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
         sys.exit(1)
 
 
-def _find(store: ArtifactStore, reference: str) -> Artifact:
+def find_artifact(store: ArtifactStore, reference: str) -> Artifact:
     """The artifact of ``STAGE/KEY`` or the first characters of a key; of ``STAGE`` alone, the newest."""
     of_stage = store.ls(reference) if reference.isalpha() else []
     return of_stage[-1] if of_stage else store.find(reference)
