@@ -63,7 +63,8 @@ class TrainingConfig(Section):
     mtp_loss_weight: float = Field(default=0.1, ge=0)
     """Weight of the loss of multi-token prediction layers, where the model has them."""
     freeze: list[str] = Field(default_factory=list)
-    """Ends of names of Hugging Face modules whose weights are kept as they are, as `embed_tokens` or `layers.0`."""
+    """Ends of names of Hugging Face modules whose weights are kept as they are, as `embed_tokens` or `layers.0`; of a
+    hybrid, `transformer` is all but the Mamba layers."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of the order of the data and of dropout."""
     use_distributed_optimizer: Execution[bool] = True

@@ -3,6 +3,7 @@
     embed_tokens      every module of this name
     layers.0          all of a layer: names are matched by whole parts between dots, at their ends
     model.layers      all layers, by their full name
+    transformer       of a hybrid, all but its Mamba layers
 
 Which weights these are is read off the family's weight table. No torch at import.
 """
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
     from mca_lib.models.gpt import McaGPTModel
 
 
+TRANSFORMER = "transformer"
+_MAMBA = ".mixer."
+"""What the names of all weights of Mamba layers contain."""
+
+
 def frozen_weights(config: McaModelConfig, freeze: Sequence[str]) -> frozenset[str]:
     """Names in the checkpoint of the weights that the names in `freeze` stand for.
 
@@ -26,13 +32,18 @@ def frozen_weights(config: McaModelConfig, freeze: Sequence[str]) -> frozenset[s
         ConfigError: a name is none of the model's, parts what Megatron holds as one weight, or all is frozen.
     """
     table = list(entries(config))
-    for name in freeze:
+    if TRANSFORMER in freeze and not config.mamba_layers:
+        raise ConfigError(
+            f"training.freeze: {TRANSFORMER} is all of a hybrid but its Mamba layers, and this model has none; leave it "
+            "out"
+        )
+    for name in (name for name in freeze if name != TRANSFORMER):
         if not any(_belongs(weight, name) for entry in table for weight in entry.hf):
             raise ConfigError(f"training.freeze: no module of the model is called {name!r}; {_hint(table, name)}")
     frozen = set()
     for entry in table:
         chosen = [any(_belongs(weight, name) for name in freeze) for weight in entry.hf]
-        if all(chosen):
+        if all(chosen) or (TRANSFORMER in freeze and _MAMBA not in entry.mca):
             frozen.add(entry.mca)
         elif any(chosen):
             parts = ", ".join(weight.removesuffix(".weight").rpartition(".")[2] for weight in entry.hf)

@@ -2,7 +2,9 @@
 
 import pytest
 
+from mca_lib.converter.plan import entries
 from mca_lib.errors import ConfigError
+from mca_lib.models.config import HybridLayers, Mamba2
 from mca_lib.models.freeze import frozen_weights
 from mca_lib.models.registry import config_from_hf
 from tests.mca_lib.tiny_models import hf_config
@@ -40,3 +42,18 @@ def test_a_full_name_stands_for_all_below_it():
 def test_names_that_cannot_be_frozen(freeze, said):
     with pytest.raises(ConfigError, match=said):
         frozen_weights(llama(), freeze)
+
+
+def test_of_a_hybrid_the_transformer_can_be_frozen_whole_or_in_parts():
+    hybrid = llama().with_hybrid(HybridLayers("M" + "*-" * llama().num_layers, Mamba2(num_heads=4, head_dim=16)))
+    names = {entry.mca for entry in entries(hybrid)}
+    fresh = {name for name in names if name.startswith("decoder.layers.0.mixer.")}
+    assert len(fresh) == 9
+    assert names - frozen_weights(hybrid, ["transformer"]) == fresh
+    assert frozen_weights(hybrid, ["mamba"]) == {name for name in fresh if "layer_norm" not in name}
+    with pytest.raises(
+        ConfigError, match="transformer is all of a hybrid but its Mamba layers, and this model has none"
+    ):
+        frozen_weights(llama(), ["transformer"])
+    with pytest.raises(ConfigError, match="leaves nothing to train"):
+        frozen_weights(hybrid, ["transformer", "layers.0"])
