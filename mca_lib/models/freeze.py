@@ -34,8 +34,8 @@ def frozen_weights(config: McaModelConfig, freeze: Sequence[str]) -> frozenset[s
     table = list(entries(config))
     if TRANSFORMER in freeze and not config.mamba_layers:
         raise ConfigError(
-            f"training.freeze: {TRANSFORMER} is all of a hybrid but its Mamba layers, and this model has none; leave it "
-            "out"
+            f"training.freeze: {TRANSFORMER} is all of a hybrid but its Mamba layers, and this model has none; leave "
+            "it out"
         )
     for name in (name for name in freeze if name != TRANSFORMER):
         if not any(_belongs(weight, name) for entry in table for weight in entry.hf):
