@@ -49,7 +49,7 @@ def remove_leftovers(parent: Path) -> None:
     """Remove what interrupted writers left behind. Only when no writer is at work."""
     for pattern in (f"{STAGING_PREFIX}*", f"{REPLACED_PREFIX}*"):
         for path in parent.glob(pattern):
-            shutil.rmtree(path)
+            _remove(path)
 
 
 def seal(staging: Path, target: Path, meta: dict[str, Any]) -> None:
@@ -75,7 +75,15 @@ def move_into_place(staging: Path, target: Path) -> None:
 
 def remove(directory: Path) -> None:
     """Remove a sealed directory; it loses its name first, so that no half of it is ever met under it."""
-    shutil.rmtree(_set_aside(directory))
+    _remove(_set_aside(directory))
+
+
+def _remove(path: Path) -> None:
+    """A directory with all that is in it, or what somebody put in the place of one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def set_damaged_aside(directory: Path) -> Path:

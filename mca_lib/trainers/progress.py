@@ -136,7 +136,7 @@ def finite(measures: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_log(output_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a training log, up to the first that a crash has cut off or spoilt."""
+    """The lines of a training log, without those that a crash has cut off or spoilt."""
     path = output_dir / LOG_NAME
     if not path.exists():
         return []
@@ -145,10 +145,9 @@ def read_log(output_dir: Path) -> list[dict[str, Any]]:
         try:
             line = json.loads(text)
         except ValueError:  # no JSON, or no text
-            break
-        if not isinstance(line, dict) or not isinstance(line.get("step"), int):
-            break
-        lines.append(line)
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines
 
 

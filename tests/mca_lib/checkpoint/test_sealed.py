@@ -49,6 +49,15 @@ def test_what_is_removed_has_lost_its_name_before_its_files(sealed, monkeypatch)
     assert not list(sealed.parent.iterdir())
 
 
+@pytest.mark.parametrize("put", [Path.touch, lambda path: path.symlink_to("/nowhere")], ids=["file", "link"])
+def test_what_stands_in_the_place_of_a_directory_is_removed_too(tmp_path, put):
+    put(tmp_path / "checkpoint-2")
+    put(tmp_path / ".staging-1")
+    remove(tmp_path / "checkpoint-2")
+    remove_leftovers(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_names_the_file_whatever_a_library_made_of_it(tmp_path):
     path = tmp_path / "tensors"
     closing = contextlib.suppress(OSError)  # that fails too

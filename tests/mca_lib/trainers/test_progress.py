@@ -23,10 +23,11 @@ def test_a_curve_has_few_points_and_both_ends(steps):
 
 
 @pytest.mark.parametrize("spoilt", SPOILT)
-def test_a_log_is_read_up_to_what_a_crash_has_spoilt(tmp_path: Path, spoilt: bytes):
-    line = {"step": 1, "loss": 2.5}
-    (tmp_path / LOG_NAME).write_bytes(json.dumps(line).encode() + b"\n" + spoilt + b"\n" * bool(spoilt))
-    assert read_log(tmp_path) == [line]
+def test_a_log_is_read_without_what_a_crash_has_spoilt(tmp_path: Path, spoilt: bytes):
+    lines = [{"step": step, "loss": 2.5} for step in (1, 2)]
+    one, two = (json.dumps(line).encode() for line in lines)
+    (tmp_path / LOG_NAME).write_bytes(b"\n".join([one, spoilt, two, spoilt]))
+    assert read_log(tmp_path) == lines
 
 
 @pytest.mark.parametrize("spoilt", [*SPOILT, b'{"step": 0}'])
