@@ -71,6 +71,8 @@ def matrix_elements(config: McaModelConfig, mtp: bool = False) -> int:
             times = config.num_layers if row.layers is None else len(attrgetter(row.layers)(config))
         else:
             continue  # embedding, last norm, output layer
+        if not times:
+            continue  # the config may not have its sizes
         if row.per_expert:
             times *= config.moe.topk
         elements += times * sum(math.prod(shape) for shape in row.hf_shapes(config) if len(shape) == 2)
