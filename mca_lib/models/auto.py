@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.hybrid.run_config import run_config
 from mca_lib.models.model_factory import VirtualModels
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class AutoModel:
 
         With `hybrid_layer_pattern` in `args` a transformer becomes a hybrid, unless `use_legacy_model` is set.
         """
-        model_class = class_of(McaModelConfig.from_pretrained(directory), args)
+        model_class = class_of(run_config(McaModelConfig.from_pretrained(directory), args))
         return model_class.from_pretrained(
             directory, args, use_cpu_initialization=use_cpu_initialization, tokenizer=tokenizer
         )
@@ -47,19 +47,14 @@ class AutoModel:
     def from_config(
         config: McaModelConfig, args: object | None = None, *, use_cpu_initialization: bool | None = None
     ) -> VirtualModels:
-        """A model with random weights."""
-        return class_of(config, args).from_config(config, args, use_cpu_initialization=use_cpu_initialization)
+        """A model with random weights; `hybrid_layer_pattern` in `args` as for `from_pretrained`."""
+        config = run_config(config, args)
+        return class_of(config).from_config(config, args, use_cpu_initialization=use_cpu_initialization)
 
 
-def class_of(config: McaModelConfig, args: object | None = None) -> type["McaLanguageModel"]:
-    """The class of a model. Raises ConfigError where `use_legacy_model` asks for a hybrid to be a transformer."""
-    legacy = getattr(args, "use_legacy_model", False)
-    if config.hybrid is not None and legacy:
-        raise ConfigError(
-            f"use_legacy_model=True: the model is a hybrid of pattern {config.hybrid.pattern!r}, which only the hybrid "
-            "model can go on training; leave it out"
-        )
-    if config.hybrid is not None or (getattr(args, "hybrid_layer_pattern", None) is not None and not legacy):
+def class_of(config: McaModelConfig) -> type["McaLanguageModel"]:
+    """The class of a model."""
+    if config.hybrid is not None:
         from mca_lib.models.hybrid.model import McaHybridModel
 
         return McaHybridModel

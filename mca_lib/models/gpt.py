@@ -1,7 +1,7 @@
 """`McaGPTModel`: Megatron-Core's GPTModel, built from an `McaModelConfig`.
 
-`McaLanguageModel` says what goes into `forward` and what comes out. In training, `loss_mask` [B, S] turns on the loss of
-multi-token prediction, where the model has it: see `mca_lib.models.mtp`.
+`McaLanguageModel` says what goes into `forward` and what comes out. In training, `loss_mask` [B, S] turns on the loss
+of multi-token prediction, where the model has it: see `mca_lib.models.mtp`.
 
 S tokens on this rank, B batch, H hidden size.
 """

@@ -2,8 +2,8 @@
 
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.layout import ParallelSizes, expert_tensor_size, too_small
 from mca_lib.models.hybrid.pattern import ATTENTION, LATENT, SYMBOLS
+from mca_lib.models.layout import ParallelSizes, expert_tensor_size, too_small
 from mca_lib.models.pipeline import Chunk, pipeline_chunks
 
 

@@ -1,13 +1,9 @@
 """`McaHybridModel`: Megatron-Core's HybridModel (attention, MLP and Mamba-2 layers), built from an `McaModelConfig`.
 
-`McaLanguageModel` says what goes into `forward` and what comes out. Importing this makes Mamba usable where its GPU
-kernels are not: see `mca_lib.models.hybrid.reference_kernels`.
+`McaLanguageModel` says what goes into `forward` and what comes out.
 """
 
 from dataclasses import replace
-from mca_lib.models.hybrid.reference_kernels import install_reference_kernels
-
-install_reference_kernels()  # before Megatron's mixer is imported, which looks for the kernels once
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams

@@ -11,13 +11,13 @@ from typing import Any
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
-from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.config_parts import Mamba2
+from mca_lib.models.hybrid.reference_kernels import install_reference_kernels
 from mca_lib.models.layer_spec import layer_spec
 from mca_lib.models.naming import MAMBA_NORM
 from mca_lib.models.norm import RMSNorm
@@ -74,6 +74,9 @@ def _mlp_half(layer: ModuleSpec) -> ModuleSpec:
 
 
 def _mamba_layer(mamba: Mamba2) -> ModuleSpec:
+    install_reference_kernels()
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules  # looks for the kernels, once
+
     sizes = {"d_conv": mamba.conv_kernel, "chunk_size": mamba.chunk_size}
     if uses_transformer_engine():
         from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
