@@ -23,14 +23,17 @@ def causal_conv(
     A sum of shifted copies, in the layout of the input projection: no transposes, and documents are one mask per tap.
     """
     length, taps = x_BLE.shape[1], weight_EW.shape[1]
-    # One cast of the input, none of the result's parts: with bf16 the sum is in fp32.
-    x, weight = x_BLE.to(_compute(x_BLE.dtype)), weight_EW.to(_compute(x_BLE.dtype))
-    y = x * weight[:, -1] if bias_E is None else torch.addcmul(bias_E.to(x.dtype), x, weight[:, -1])
-    for shift in range(1, min(taps, length)):
-        earlier = x[:, :-shift]
-        if seq_idx is not None:
-            earlier = earlier * (seq_idx[:, :-shift] == seq_idx[:, shift:]).unsqueeze(-1)
-        y[:, shift:] += earlier * weight[:, -1 - shift]
+    compute = torch.float64 if x_BLE.dtype == torch.float64 else torch.float32
+    padded = F.pad(x_BLE.to(compute), (0, 0, taps - 1, 0))
+    weight = weight_EW.to(compute)
+    y = weight.new_zeros(()) if bias_E is None else bias_E.to(compute)
+    for tap in range(taps):
+        earlier = padded[:, tap : tap + length]
+        shift = taps - 1 - tap
+        if seq_idx is not None and shift:
+            same = seq_idx[:, shift:] == seq_idx[:, :-shift]
+            earlier = earlier * F.pad(same, (min(shift, length), 0)).unsqueeze(-1)
+        y = torch.addcmul(y, earlier, weight[:, tap])
     return _activate(y, activation).to(x_BLE.dtype)
 
 
@@ -61,7 +64,3 @@ def _activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
     if activation is None:
         return y
     raise ValueError(f"activation of a causal convolution is silu or none, not {activation!r}")
-
-
-def _compute(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
