@@ -80,6 +80,7 @@ def get_args(argv: Sequence[str] | None = None) -> Arguments:
     """
     from transformers import HfArgumentParser
 
+    from mca_lib.trainers.ranges import check_ranges
     from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
 
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -94,12 +95,15 @@ def get_args(argv: Sequence[str] | None = None) -> Arguments:
     parser = HfArgumentParser(groups)
     try:
         if len(argv) == 1 and argv[0].endswith(".json"):
-            return parser.parse_json_file(argv[0])
-        if len(argv) == 1 and argv[0].endswith((".yaml", ".yml")):
-            return parser.parse_yaml_file(argv[0])
-        return parser.parse_args_into_dataclasses(argv)
+            parsed = parser.parse_json_file(argv[0])
+        elif len(argv) == 1 and argv[0].endswith((".yaml", ".yml")):
+            parsed = parser.parse_yaml_file(argv[0])
+        else:
+            parsed = parser.parse_args_into_dataclasses(argv)
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(f"{argv[0] if argv else 'arguments'}: {' '.join(str(error).split())}") from None
+    check_ranges(parsed[0])
+    return parsed
 
 
 def data_collator_wrapper(

@@ -38,6 +38,13 @@ def test_a_json_file_and_flags_give_the_same_arguments(tmp_path):
         ({"stage": "rm"}, "stage='rm'"),
         ({"finetuning_type": "freeze"}, "finetuning_type='freeze'"),
         ({"model_name_or_path": ""}, "model_name_or_path is empty"),
+        ({"num_train_epochs": -1.0}, "num_train_epochs=-1.0: use a finite number above 0"),
+        ({"max_grad_norm": float("nan")}, "max_grad_norm=nan: use"),
+        ({"weight_decay": float("inf")}, "weight_decay=inf: use"),
+        ({"adam_beta2": 1.0}, "adam_beta2=1.0: use"),
+        ({"global_batch_size": 0}, "global_batch_size=0: use a number of at least 1"),
+        ({"mtp_loss_weight": "0.1"}, "mtp_loss_weight='0.1': use"),
+        ({"seed": 2**31}, "seed=2147483648: use"),
     ],
 )
 def test_a_wrong_argument_is_named(tmp_path, changes, named):
