@@ -56,12 +56,13 @@ def _preload() -> None:
     import transformers
 
     import mca_lib.launch
-    import mca_lib.models  # noqa: F401
+    import mca_lib.models.gpt
+    import mca_lib.models.hybrid.model  # noqa: F401
     from mca_lib.models.registry import FAMILIES
 
     # transformers imports what is named, and when it is named.
     for name in ("AutoModelForCausalLM", "TrainingArguments", *(f.architecture for f in FAMILIES.values())):
-        getattr(transformers, name)
+        getattr(transformers, name, None)  # an export of a hybrid has code of its own
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # keeps the ranks from copying pages only to collect them
