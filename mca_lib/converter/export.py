@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import threading
 from collections.abc import Iterable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,13 @@ from mca_lib.converter.casts import cast
 from mca_lib.converter.file_tensor import SMALLEST_COPY, Content
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
 from mca_lib.converter.plan import FLOAT_DTYPES, Entry, entries
+from mca_lib.converter.remote_files import copy_code
 from mca_lib.converter.safetensors_writer import ShardedWriter, Slot, parse_size
 from mca_lib.converter.workers import WORKERS, Scratch, for_each
 from mca_lib.errors import CheckpointError, ConfigError
 from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
-from mca_lib.models.registry import family_of
+from mca_lib.models.families import mcaflow_hybrid
+from mca_lib.models.registry import weights_family
 
 
 def export_hf(
@@ -60,6 +63,7 @@ def export_hf(
     if not is_mca_checkpoint(checkpoint):
         raise CheckpointError(f"{checkpoint}: no {CONFIG_NAME}; give the directory of an MCA checkpoint")
     config = McaModelConfig.from_pretrained(checkpoint)
+    hf_config(config, "float32")  # refuses what no config.json can say, before weights are read
     reader = verify_model(checkpoint / WEIGHTS_FOLDER, config)
     slots = hf_slots(config, dtype)
     shard_bytes = parse_size(max_shard_size)
@@ -68,13 +72,14 @@ def export_hf(
         with ShardedWriter(folder, slots, shard_bytes) as writer:
             _write(config, reader, writer, adapter, workers, progress)
         files = copy_side_files(checkpoint, folder)
-        text = json.dumps(hf_config(config, main_dtype), indent=2, ensure_ascii=False)
-        (folder / "config.json").write_text(text + "\n", encoding="utf-8")
+        hf = hf_config(config, main_dtype)
+        (folder / "config.json").write_text(json.dumps(hf, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        code = copy_code(folder) if hf["model_type"] == mcaflow_hybrid.MODEL_TYPE else []
         weights = sorted(p.name for p in folder.glob("*.safetensors*"))
     return {
         "parameters": writer.total_parameters,
         "bytes": writer.total_bytes,
-        "files": sorted([*files, "config.json", *weights]),
+        "files": sorted([*files, *code, "config.json", *weights]),
         "dtype": main_dtype,
     }
 
@@ -93,10 +98,17 @@ def _write(
     dtypes |= dict.fromkeys(adapted, torch.float32)
     record = Record.read(reader.directory)
     stored = {tensor.name: tensor for tensor in reader}
-    scratch = Scratch(max(tensor.bytes for tensor in stored.values()))
+    scratch = Scratch(max(prod(e.mapping.local_shape(config, 0, 1)) * 4 for e in entries(config)))
     lock, done = threading.Lock(), 0
 
     def contents(entry: Entry) -> Iterable[tuple[str, Content]]:
+        parts = [entry.mca + suffix for suffix, _ in entry.mapping.stored_parts(config)]
+        if len(parts) > 1:
+            whole = scratch.tensor(entry.mapping.local_shape(config, 0, 1), stored[parts[0]].dtype)
+            for part, rows in zip(parts, whole.split([stored[part].shape[0] for part in parts]), strict=True):
+                reader.read_into(part, rows)
+                record.check(tensor_row(part, rows))
+            return converter.to_hf(entry, whole, dtypes)
         where = stored[entry.mca]
         value = None
         if record.rows is not None:
@@ -130,7 +142,7 @@ def hf_slots(config: McaModelConfig, dtype: str) -> dict[str, Slot]:
     if dtype != "auto" and dtype not in FLOAT_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(FLOAT_DTYPES)}")
     shapes = {n: s for e in entries(config) for n, s in zip(e.hf, e.mapping.hf_shapes(config), strict=True)}
-    copies = family_of(config.model_type).copies_of(config)
+    copies = weights_family(config).copies_of(config)
     shapes |= {name: shapes[copies[name]] for name in config.source_copies}
     exceptions = config.source_dtype_exceptions if dtype == "auto" else {}
     main = config.source_dtype if dtype == "auto" else dtype
@@ -138,9 +150,15 @@ def hf_slots(config: McaModelConfig, dtype: str) -> dict[str, Slot]:
 
 
 def hf_config(config: McaModelConfig, dtype: str) -> dict[str, Any]:
-    """The source's config.json with the exported dtype; rope and dtype as the installed transformers spells them."""
+    """The source's config.json with the exported dtype; rope and dtype as the installed transformers spells them.
+
+    A hybrid with layers that its source lacks has one of its own. Raises ModelError naming what that cannot say.
+    """
     release = transformers_release()
-    hf = family_of(config.model_type).config_to_hf(config, release)
+    family = weights_family(config)
+    if family.model_type == mcaflow_hybrid.MODEL_TYPE:
+        config = mcaflow_hybrid.exported_config(config)
+    hf = family.config_to_hf(config if family.hybrid else config.transformer, release)
     spelling, other = ("torch_dtype", "dtype") if release == 4 else ("dtype", "torch_dtype")
     hf.pop(other, None)
     hf.pop("quantization_config", None)  # what was quantized is written as what it stands for

@@ -25,7 +25,7 @@ this needs no torch.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
@@ -346,6 +346,24 @@ class Packed(Mapping):
     def stored_parts(self, config: "McaModelConfig") -> tuple[tuple[str, Shape], ...]:
         columns = _sizes(config, self.columns)
         return tuple((f".{name}", (*_sizes(config, (rows,)), *columns)) for name, rows in self.parts)
+
+    def part(self, suffix: str) -> "PackedPart":
+        """The tensor that a checkpoint stores under this suffix, of `stored_parts`."""
+        return PackedPart(**{f.name: getattr(self, f.name) for f in fields(self)}, name=suffix.removeprefix("."))
+
+
+@dataclass(frozen=True)
+class PackedPart(Packed):
+    """One of the weights that are packed in a tensor."""
+
+    name: str
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        numbers = [name for name, _ in self.parts]
+        yield list(super().segments(config, rank, size))[numbers.index(self.name)]
+
+    def stored_parts(self, config: "McaModelConfig") -> tuple[tuple[str, Shape], ...]:
+        return (("", self.local_shape(config, 0, 1)),)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:

@@ -6,7 +6,7 @@ Every destination starts as NaN and every weight must be finite, so that what wa
 every parameter is visited once, or it is an error.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import TYPE_CHECKING, NoReturn
 
@@ -16,11 +16,11 @@ from mca_lib.converter.casts import beyond, cast, is_finite, narrows
 from mca_lib.converter.file_tensor import FileTensor, Run
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.mappings import TensorPlace
-from mca_lib.converter.plan import Entry, Plan, TensorInfo, make_plan
+from mca_lib.converter.plan import Entry, Plan, TensorInfo, fresh_entries, make_plan
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.naming import checkpoint_parameters
-from mca_lib.models.registry import family_of
+from mca_lib.models.registry import weights_family
 
 if TYPE_CHECKING:
     from mca_lib.models.gpt import McaGPTModel
@@ -45,7 +45,7 @@ class ModelConverter:
     def __init__(self, config: McaModelConfig, place: TensorPlace | None = None) -> None:
         self.config = config
         self.place = place or TensorPlace()
-        copies = family_of(config.model_type).copies_of(config)
+        copies = weights_family(config).copies_of(config)
         self._copies = {name: of for name, of in copies.items() if name in config.source_copies}
 
     def plan(self, source: Mapping[str, TensorInfo]) -> Plan:
@@ -55,11 +55,13 @@ class ModelConverter:
     def check_targets(self, models: list["McaGPTModel"], plan: Plan) -> None:
         """Raises ModelError when the parameters of the model and the targets of the plan are not the same.
 
+        Fresh layers of a hybrid are targets too, although the plan does not fill them.
+
         A rank of a pipeline knows its own parameters only, and one of several expert parallel ranks its own experts, so
         that a target without one shows without: in the `convert` job, through which every model goes.
         """
-        targets = plan.by_target()
-        held = {name: tuple(p.shape) for name, p in self._sourced(models)}
+        targets = plan.by_target() | {entry.mca: entry for entry in fresh_entries(self.config, plan)}
+        held = {name: tuple(p.shape) for model in models for name, p in checkpoint_parameters(model)}
         for name, shape in held.items():
             if name not in targets:
                 raise ModelError(f"the weight table of {self.config.model_type} has no row for {name}")
@@ -92,7 +94,8 @@ class ModelConverter:
         plan = plan or self.plan(source.tensors)
         self.check_targets(models, plan)
         targets = plan.by_target()
-        parameters = list(self._sourced(models))
+        fresh = {entry.mca for entry in fresh_entries(self.config, plan)}
+        parameters = [p for model in models for p in checkpoint_parameters(model) if p[0] not in fresh]
         for done, (name, parameter) in enumerate(parameters):
             entry = targets.pop(name, None)
             if entry is None:
@@ -144,13 +147,6 @@ class ModelConverter:
             for name, runs in zip(entry.hf, values, strict=True)
             for written in (name, *(copy for copy, of in self._copies.items() if of == name))
         ]
-
-    def _sourced(self, models: Iterable["McaGPTModel"]) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Name in the checkpoint, tensor) of what the source has; a transformer has no Mamba layers."""
-        fresh = () if family_of(self.config.model_type).hybrid else self.config.mamba_layers
-        prefixes = tuple(f"decoder.layers.{layer}." for layer in fresh)
-        for model in models:
-            yield from (pair for pair in checkpoint_parameters(model) if not pair[0].startswith(prefixes))
 
     def _local_shape(self, entry: Entry) -> tuple[int, ...]:
         return entry.mapping.local_shape(self.config, *self.place.of(entry.mapping))

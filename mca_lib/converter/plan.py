@@ -13,7 +13,7 @@ from mca_lib.converter import mappings
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families.base import Family
-from mca_lib.models.hybrid.weights import MAMBA_WEIGHTS
+from mca_lib.models.hybrid.weights import KEPT_IN_FP32, MAMBA_WEIGHTS
 from mca_lib.models.registry import family_of, weights_family
 
 LISTED = 3
@@ -58,12 +58,22 @@ class Plan:
         return {e.mca: e for e in self.entries}
 
     def config(self, config: McaModelConfig) -> McaModelConfig:
-        """The config, with the dtypes, copies and multi-token prediction layers that the source really has."""
+        """The config, with the dtypes, copies and multi-token prediction layers that the source really has.
+
+        Tensors have the names of an export, which are those of the source unless that became a hybrid.
+        """
+        exported = {entry.mca: entry for entry in entries(config)}
+        names = {s: own for e in self.entries for s, own in zip(e.hf, exported[e.mca].hf, strict=True)}
+        dtypes = {names.get(name, name): dtype for name, dtype in self.dtype_exceptions.items()}
+        if self.dtype != "float32":
+            fresh = fresh_entries(config, self)
+            dtypes |= {entry.hf[0]: "float32" for entry in fresh if entry.mca.endswith(KEPT_IN_FP32)}
+        copies = weights_family(config).copies_of(config)
         return replace(
             config,
             source_dtype=self.dtype,
-            source_dtype_exceptions=self.dtype_exceptions,
-            source_copies=tuple(self.copies),
+            source_dtype_exceptions=dtypes,
+            source_copies=tuple(name for name in self.copies if name in copies),
             mtp_num_layers=self.mtp_num_layers,
         )
 
@@ -73,6 +83,22 @@ def entries(config: McaModelConfig, family: Family | None = None) -> Iterator[En
     for mapping in (family or weights_family(config)).mappings(config):
         for index in mapping.indices(config):
             yield Entry(mapping, mapping.mca.format(**index), tuple(name.format(**index) for name in mapping.hf))
+
+
+def stored_entries(entry: Entry, config: McaModelConfig) -> list[Entry]:
+    """An entry for each of the tensors that a checkpoint stores for one."""
+    suffixes = [suffix for suffix, _ in entry.mapping.stored_parts(config)]
+    if len(suffixes) == 1:
+        return [entry]
+    return [Entry(entry.mapping.part(suffix), entry.mca + suffix, entry.hf) for suffix in suffixes]
+
+
+def fresh_entries(config: McaModelConfig, plan: Plan) -> list[Entry]:
+    """Tensors that the source has no part of: those of the fresh layers of a hybrid that was a transformer."""
+    if config.hybrid is None or family_of(config.model_type).hybrid:
+        return []
+    planned = plan.by_target()
+    return [entry for entry in entries(config) if entry.mca not in planned]
 
 
 def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: Family | None = None) -> Plan:

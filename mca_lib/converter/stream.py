@@ -22,8 +22,8 @@ from mca_lib.checkpoint.writer import Piece, write_checkpoint
 from mca_lib.converter.file_tensor import SMALLEST_COPY, Content, FileTensor
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.model_converter import ModelConverter, Progress, no_progress
-from mca_lib.converter.plan import Entry, Plan
-from mca_lib.converter.translation import FreshTensors, Translation, fresh_entries, written_as
+from mca_lib.converter.plan import Plan, stored_entries
+from mca_lib.converter.translation import FreshTensors, Translation
 from mca_lib.converter.unchanged import Stamps
 from mca_lib.converter.workers import WORKERS, Scratch, one_thread_per_operation
 from mca_lib.errors import CheckpointError, ModelError
@@ -74,7 +74,7 @@ def convert_hf(
         config = translation.config(config)
     with HfSource(source) as hf, published(output) as folder:
         plan = ModelConverter(config).plan(hf.tensors)
-        config = plan.config(config) if translation is None else written_as(config, plan)
+        config = plan.config(config)
         stream = _Stream(config, plan, hf, dict(extra_rows or {}), translation)
         rows = stream.write(folder / WEIGHTS_FOLDER, workers, progress)
         weights = rows_digest(rows)
@@ -114,22 +114,16 @@ class _Stream:
         self.converter = ModelConverter(config)
         added = {len(rows) for rows in extra_rows.values()} or {0}
         self.target_config = replace(config, vocab_size=config.vocab_size + added.pop())
-        self.entries = plan.by_target()
-        self.fresh: dict[str, tuple[Entry, str]] = {}
-        """Name of a fresh tensor → its entry, and which part of it."""
+        self.fresh = None if translation is None else FreshTensors(translation, config, plan)
+        self.entries = {stored.mca: stored for e in plan.entries for stored in stored_entries(e, config)}
+        dtypes = {name: getattr(torch, source.tensors[entry.hf[0]].dtype) for name, entry in self.entries.items()}
+        if self.fresh is not None:
+            dtypes |= {name: self.fresh.dtype(name) for name in self.fresh.entries}
         shapes = expected_shapes(self.target_config)
         self.pieces = []
-        for entry in plan.entries:
-            key, index = stored_key(entry.mca, config.stacked_layers)
-            dtype = getattr(torch, source.tensors[entry.hf[0]].dtype)
-            self.pieces.append(Piece(entry.mca, key, index, shapes[key], dtype))
-        if translation is not None:
-            self.fresh_tensors = FreshTensors(config, translation, getattr(torch, plan.dtype))
-            for entry in fresh_entries(config, plan):
-                for part, shape in entry.mapping.stored_parts(config):
-                    name = entry.mca + part
-                    self.fresh[name] = (entry, part)
-                    self.pieces.append(Piece(name, name, (), shape, self.fresh_tensors.dtype(entry.mca)))
+        for name, dtype in dtypes.items():
+            key, index = stored_key(name, config.stacked_layers)
+            self.pieces.append(Piece(name, key, index, shapes[key], dtype))
         self._scratch = Scratch(max(piece.bytes for piece in self.pieces))
 
     def write(self, directory: Path, workers: int, progress: Progress) -> list[list[Any]]:
@@ -140,7 +134,7 @@ class _Stream:
         def written(piece: Piece, stored: FileTensor) -> None:
             value = self._scratch.tensor(piece.shape, piece.dtype)
             stored.read_into(value, ())
-            if piece.name not in self.fresh:
+            if piece.name in self.entries:
                 self.converter.check(self.entries[piece.name], self.source, self.plan, value)
             row = tensor_row(piece.name, value)
             with lock:
@@ -152,8 +146,8 @@ class _Stream:
         return rows
 
     def _make(self, piece: Piece) -> Content:
-        if piece.name in self.fresh:
-            return self.fresh_tensors.part(*self.fresh[piece.name])
+        if piece.name not in self.entries:
+            return self.fresh.read(piece.name)
         entry, extra = self.entries[piece.name], self.extra_rows.get(piece.name)
         if extra is None:
             runs = entry.mapping.runs([self.source.slice(name) for name in entry.hf], self.converter.config)

@@ -5,15 +5,13 @@ seed ──(models.hybrid.fresh)────────────────
 """
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from mca_lib.converter.plan import Entry, Plan, entries
+from mca_lib.converter.plan import Plan, fresh_entries, stored_entries
 from mca_lib.models.config import HybridLayers, McaModelConfig
-from mca_lib.models.hybrid.fresh import KEPT_IN_FP32, FreshMode, fresh_dtype, fresh_tensor
-from mca_lib.models.registry import weights_family
+from mca_lib.models.hybrid.fresh import FreshMode, fresh_dtype, fresh_tensor
 
 
 @dataclass(frozen=True)
@@ -31,48 +29,31 @@ class Translation:
         return transformer.with_hybrid(self.layers, self.field)
 
 
-def fresh_entries(config: McaModelConfig, plan: Plan) -> list[Entry]:
-    """Tensors of the hybrid that the source has no part of."""
-    planned = plan.by_target()
-    return [entry for entry in entries(config) if entry.mca not in planned]
-
-
-def written_as(config: McaModelConfig, plan: Plan) -> McaModelConfig:
-    """The hybrid's config with the source's dtypes under the names that an export of the hybrid has."""
-    config = plan.config(config)
-    exported = {entry.mca: entry for entry in entries(config)}
-    names = {
-        source: own for entry in plan.entries for source, own in zip(entry.hf, exported[entry.mca].hf, strict=True)
-    }
-    dtypes = {names[name]: dtype for name, dtype in plan.dtype_exceptions.items() if name in names}
-    fresh = [entry for entry in exported.values() if entry.mca.endswith(KEPT_IN_FP32)]
-    if plan.dtype != "float32":
-        dtypes |= {name: "float32" for entry in fresh for name in entry.hf}
-    copies = weights_family(config).copies_of(config)
-    return replace(
-        config,
-        source_dtype_exceptions=dtypes,
-        source_copies=tuple(name for name in plan.copies if name in copies),
-    )
-
-
 class FreshTensors:
-    """The fresh tensors of a translation, drawn when they are asked for; a thread keeps the last one it drew."""
+    """The fresh tensors of a translation, drawn when they are asked for; a thread keeps the last one that it drew.
 
-    def __init__(self, config: McaModelConfig, translation: Translation, dtype: torch.dtype) -> None:
-        self._config, self._translation, self._dtype = config, translation, dtype
+    Args:
+        config: of the hybrid.
+        plan: of the transformer's weights.
+    """
+
+    def __init__(self, translation: Translation, config: McaModelConfig, plan: Plan) -> None:
+        self._translation, self._config = translation, config
+        self._dtype = getattr(torch, plan.dtype)
+        pairs = [(e.mca, stored) for e in fresh_entries(config, plan) for stored in stored_entries(e, config)]
+        self._whole = {stored.mca: whole for whole, stored in pairs}
+        self.entries = {stored.mca: stored for _, stored in pairs}
+        """By name of the tensor that a checkpoint stores."""
         self._drawn = threading.local()
 
     def dtype(self, name: str) -> torch.dtype:
         """In which a checkpoint has the tensor."""
-        return fresh_dtype(name, self._dtype)
+        return fresh_dtype(self._whole[name], self._dtype)
 
-    def part(self, entry: Entry, suffix: str) -> torch.Tensor:
-        """The part of an entry's tensor that a checkpoint stores under this suffix."""
-        if getattr(self._drawn, "name", None) != entry.mca:
-            seed, mode = self._translation.seed, self._translation.fresh_layers
-            self._drawn.name = entry.mca
-            self._drawn.value = fresh_tensor(self._config, entry.mca, seed, mode).to(self.dtype(entry.mca))
-        rows: Mapping[str, int] = {name: shape[0] for name, shape in entry.mapping.stored_parts(self._config)}
-        start = sum(count for name, count in list(rows.items())[: list(rows).index(suffix)])
-        return self._drawn.value[start : start + rows[suffix]]
+    def read(self, name: str) -> torch.Tensor:
+        """The tensor that a checkpoint stores under this name."""
+        whole = self._whole[name]
+        if getattr(self._drawn, "name", None) != whole:
+            value = fresh_tensor(self._config, whole, self._translation.seed, self._translation.fresh_layers)
+            self._drawn.name, self._drawn.value = whole, value.to(self.dtype(name))
+        return self.entries[name].mapping.to_mca([self._drawn.value], self._config)

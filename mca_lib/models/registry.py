@@ -9,9 +9,18 @@ from typing import Any
 
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.families import deepseek_v3, llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from mca_lib.models.families import (
+    deepseek_v3,
+    llama,
+    mcaflow_hybrid,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+)
 from mca_lib.models.families.base import Family
-from mca_lib.models.families.mcaflow_hybrid import FAMILY as MCAFLOW_HYBRID
 from mca_lib.models.layout import ParallelSizes
 from mca_lib.models.layout_rules import check_training_layout
 
@@ -28,7 +37,8 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe,
     )
 }
-SUPPORTED_MODEL_TYPES = tuple(FAMILIES)
+"""Model types of transformers."""
+SUPPORTED_MODEL_TYPES = (*FAMILIES, mcaflow_hybrid.MODEL_TYPE)
 
 
 def family_of(model_type: object) -> Family:
@@ -37,9 +47,11 @@ def family_of(model_type: object) -> Family:
         raise ModelError(f"config.json: model_type={model_type!r:.80} must be a text")
     if model_type in FAMILIES:
         return FAMILIES[model_type]
+    if model_type == mcaflow_hybrid.MODEL_TYPE:
+        return mcaflow_hybrid.FAMILY
     if not model_type:
         raise ModelError(f"config.json: model_type is missing; supported: {', '.join(SUPPORTED_MODEL_TYPES)}")
-    near = difflib.get_close_matches(model_type, FAMILIES, n=1)
+    near = difflib.get_close_matches(model_type, SUPPORTED_MODEL_TYPES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ModelError(
         f"config.json: model_type={model_type!r} is not supported; {hint}supported: {', '.join(SUPPORTED_MODEL_TYPES)}"
@@ -52,7 +64,7 @@ def weights_family(config: McaModelConfig) -> Family:
     A hybrid that started from a transformer is exported as that again, unless it has layers that the transformer lacks.
     """
     own = family_of(config.model_type)
-    return MCAFLOW_HYBRID if config.mamba_layers and not own.hybrid else own
+    return mcaflow_hybrid.FAMILY if config.mamba_layers and not own.hybrid else own
 
 
 def config_from_hf(hf: dict[str, Any]) -> McaModelConfig:

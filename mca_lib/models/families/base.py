@@ -11,11 +11,12 @@ from typing import Any
 
 from mca_lib.converter.mappings import Mapping
 from mca_lib.errors import ModelError
-from mca_lib.models.config import SOURCE_FIELDS, Experts, LatentAttention, McaModelConfig
+from mca_lib.models.config import SOURCE_FIELDS, Experts, HybridLayers, LatentAttention, Mamba2, McaModelConfig
 from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.quantization import block_size
 from mca_lib.models.families.rope import DEFAULT_BASE, rope_from_hf, rope_to_hf
 from mca_lib.models.families.window import NO_WINDOW, WindowRule
+from mca_lib.models.hybrid.pattern import MOE, model_pattern
 from mca_lib.models.hybrid.weights import hybrid_rows
 
 REQUIRED = object()
@@ -36,6 +37,8 @@ class Field:
     """Other names that transformers reads the field from."""
     null: Any = None
     """What null stands for, where that is not the default: a value or a function likewise."""
+    layers: str | None = None
+    """Symbol of the hybrid layers that have the field; None: all models have it."""
 
     @property
     def targets(self) -> tuple[str, ...]:
@@ -119,8 +122,13 @@ class Family:
     copies: tuple[Copy, ...] = (TIED_HEAD,)
     ignored_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Tensors (regular expressions) that old checkpoints carry and that hold nothing learned."""
-    hybrid: bool = False
-    """The Hugging Face model is a hybrid itself: the table has all kinds of layers, counted as the pattern does."""
+    pattern: Callable[[HfConfig], str] | None = None
+    """Of a Hugging Face model that is a hybrid itself; the tables have its kinds of layers, counted as there."""
+
+    @property
+    def hybrid(self) -> bool:
+        """The Hugging Face models are hybrids themselves."""
+        return self.pattern is not None
 
     def config_from_hf(self, hf: HfConfig) -> McaModelConfig:
         """Config table, left to right. Raises ModelError naming the field that cannot be carried over."""
@@ -131,8 +139,10 @@ class Family:
         block_size(hf)  # refuses quantized weights that cannot be read
         for rule in self.neutral:
             rule.check(hf)
-        values = {**self.fixed, **{name: f.read(hf) for f in self.fields for name in f.targets}}
+        values = {**self.fixed, **{name: f.read(hf) for f in self._fields_of(hf) for name in f.targets}}
         values |= {name: derive(hf) for name, derive in self.derived.items()}
+        if self.pattern is not None:
+            values |= self._hybrid_values(hf, values)
         rotary_base, rope_scaling = rope_from_hf(hf, self.rope_base)
         sliding_window, full_attention_layers = self.window.read(hf)
         try:
@@ -145,6 +155,7 @@ class Family:
                 hf_config=dict(hf),
                 latent_attention=_part(LatentAttention, values, "latent_attention"),
                 moe=_part(Experts, values, "moe"),
+                hybrid=_part(HybridLayers, values, "hybrid"),
                 **values,
             )
         except TypeError as e:
@@ -185,7 +196,7 @@ class Family:
         hf.setdefault("model_type", self.model_type)
         if not hf.get("architectures"):
             hf["architectures"] = [self.architecture]
-        for f in self.fields:
+        for f in self._fields_of(hf):
             part, _, dotted = f.targets[0].partition(".")
             if dotted and getattr(config, part) is None:
                 raise ModelError(f"model config: {part} is missing, which model type {self.model_type!r} has")
@@ -196,6 +207,22 @@ class Family:
                 hf[name] = value
         hf = self.window.write(hf, (config.sliding_window, config.full_attention_layers))
         return rope_to_hf(hf, (config.rotary_base, config.rope_scaling), transformers, self.rope_base)
+
+    def _fields_of(self, hf: HfConfig) -> list[Field]:
+        """Rows of the config table that a Hugging Face config has."""
+        symbols = "" if self.pattern is None else self.pattern(hf)
+        return [f for f in self.fields if f.layers is None or f.layers in symbols]
+
+    def _hybrid_values(self, hf: HfConfig, values: dict[str, Any]) -> dict[str, Any]:
+        """What follows from the pattern, and the sizes of Mamba layers in a part; `values` loses what no layer has."""
+        pattern = model_pattern(self.pattern(hf), "config.json: the pattern of the layers")
+        for name in [name for name in values if name.startswith("moe.") and MOE not in pattern]:
+            del values[name]
+        found = {"num_layers": len(pattern), "hybrid.pattern": pattern}
+        found["hybrid.mamba"] = _part(Mamba2, values, "hybrid.mamba")
+        if MOE in pattern:
+            found["moe.layers"] = tuple(i for i, symbol in enumerate(pattern) if symbol == MOE)
+        return found
 
     def mappings(self, config: McaModelConfig) -> list[Mapping]:
         """Rows of the weight table that this config has."""
@@ -218,7 +245,7 @@ class Family:
 def _part(cls: type, values: dict[str, Any], name: str) -> Any:
     """The part that dotted targets describe, taken out of `values`; None when there is no such target."""
     dotted = [target for target in values if target.startswith(f"{name}.")]
-    own = {target.partition(".")[2]: values.pop(target) for target in dotted}
+    own = {target.removeprefix(f"{name}."): values.pop(target) for target in dotted}
     return cls(**own) if own else None
 
 
@@ -227,7 +254,7 @@ def _flat(config: McaModelConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
-        if isinstance(value, LatentAttention | Experts):
+        if isinstance(value, LatentAttention | Experts | HybridLayers):
             flat |= {f"{f.name}.{part.name}": getattr(value, part.name) for part in fields(value)}
         elif f.name not in SOURCE_FIELDS:
             flat[f.name] = value

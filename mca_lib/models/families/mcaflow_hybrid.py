@@ -4,8 +4,15 @@ An export of a hybrid that started from a transformer is of this family; no arch
 mathematics. A layer is a norm and one of `self_attn`, `mlp` (dense, or experts) and `mamba`.
 """
 
+from dataclasses import replace
+
 from mca_lib.converter.mappings import QKV, GatedMLP, Replicated, Row, Vocabulary
-from mca_lib.models.families.base import Family
+from mca_lib.errors import ModelError
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.families.base import REQUIRED, Family, Field, HfConfig, Neutral
+from mca_lib.models.families.dense import DENSE_FIELDS
+from mca_lib.models.families.window import Window, WindowRule
+from mca_lib.models.hybrid.pattern import MAMBA, MOE
 from mca_lib.models.hybrid.weights import mamba_weights
 
 MODEL_TYPE = "mcaflow_hybrid"
@@ -75,11 +82,74 @@ EXPERTS = (
 )
 # fmt: on
 
+SOURCE = ("bos_token_id", "eos_token_id", "pad_token_id", "use_cache")
+"""Fields of a source's config.json that an export keeps; the others are of another architecture."""
+AUTO_MAP = {
+    "AutoConfig": "configuration_mcaflow_hybrid.McaflowHybridConfig",
+    "AutoModelForCausalLM": "modeling_mcaflow_hybrid.McaflowHybridForCausalLM",
+}
+_MAMBA = "hybrid.mamba."
+
+
+def _pattern(hf: HfConfig) -> str:
+    pattern = hf.get("hybrid_layer_pattern")
+    if not isinstance(pattern, str):
+        raise ModelError(f"config.json: hybrid_layer_pattern={pattern!r:.80} must be a text")
+    return pattern
+
+
+class ListedWindow(WindowRule):
+    """A window, and a list of the layers without it."""
+
+    def read(self, hf: HfConfig) -> Window:
+        window = hf.get("sliding_window")
+        return (None, ()) if window is None else (window, tuple(hf.get("full_attention_layers") or ()))
+
+    def spell(self, window: Window, hf: HfConfig) -> HfConfig:
+        return {"sliding_window": window[0], "full_attention_layers": list(window[1])}
+
+
 FAMILY = Family(
     model_type=MODEL_TYPE,
     architecture="McaflowHybridForCausalLM",
-    fields=(),
+    pattern=_pattern,
+    fields=(
+        *(replace(field, default=REQUIRED) for field in DENSE_FIELDS if field.hf != "num_hidden_layers"),
+        Field("hybrid_layer_pattern", "hybrid.pattern"),
+        Field("max_position_embeddings", "max_position_embeddings"),
+        Field("head_dim", "kv_channels"),
+        Field("attention_bias", "qkv_bias"),
+        Field("attention_output_bias", "attention_output_bias"),
+        Field("mlp_bias", "mlp_bias"),
+        Field("use_qk_norm", "qk_layernorm"),
+        Field("mamba_num_heads", _MAMBA + "num_heads", layers=MAMBA),
+        Field("mamba_head_dim", _MAMBA + "head_dim", layers=MAMBA),
+        Field("mamba_state_size", _MAMBA + "state_size", layers=MAMBA),
+        Field("mamba_num_groups", _MAMBA + "num_groups", layers=MAMBA),
+        Field("mamba_conv_kernel", _MAMBA + "conv_kernel", layers=MAMBA),
+        Field("mamba_chunk_size", _MAMBA + "chunk_size", layers=MAMBA),
+        Field("num_experts", "moe.num_experts", layers=MOE),
+        Field("num_experts_per_tok", "moe.topk", layers=MOE),
+        Field("moe_intermediate_size", "moe.ffn_hidden_size", layers=MOE),
+        Field("norm_topk_prob", "moe.normalize_topk", layers=MOE),
+        Field("routed_scaling_factor", "moe.scaling_factor", layers=MOE),
+        Field("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", None, layers=MOE),
+        Field("use_shared_expert_gate", "moe.shared_gate", layers=MOE),
+        Field("router_aux_loss_coef", "moe.aux_loss_coeff", layers=MOE),
+    ),
     weights=(*EMBEDDINGS, *ATTENTION, *MLP, *EXPERTS, *mamba_weights(_HF + "norm.", _HF + "mamba.")),
-    neutral=(),
-    hybrid=True,
+    neutral=(Neutral("auto_map", (AUTO_MAP,)), Neutral("hidden_act", ("silu", "swish"))),
+    window=ListedWindow(),
 )
+
+
+def exported_config(config: McaModelConfig) -> McaModelConfig:
+    """The model as one of this family, whichever it was.
+
+    Raises ModelError naming what the family has no field for.
+    """
+    if config.model_type == MODEL_TYPE:
+        return config
+    kept = {name: config.hf_config[name] for name in SOURCE if name in config.hf_config}
+    pattern = {"hybrid_layer_pattern": config.hybrid.pattern, "num_hidden_layers": config.num_layers}
+    return replace(config, model_type=MODEL_TYPE, hf_config=kept | pattern | {"auto_map": AUTO_MAP})

@@ -23,7 +23,7 @@ import torch
 
 from mca_lib.converter.mappings import Shape
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.hybrid.weights import MAMBA_WEIGHTS
+from mca_lib.models.hybrid.weights import KEPT_IN_FP32, MAMBA_WEIGHTS
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.parallel import tensor_place
 
@@ -33,9 +33,6 @@ FRESH_MODES: tuple[FreshMode, ...] = ("random", "zero_output")
 DECAYS = (1.0, 16.0)
 STEPS = (1e-3, 1e-1)
 SMALLEST_STEP = 1e-4
-
-KEPT_IN_FP32 = (".mixer.A_log", ".mixer.D", ".mixer.dt_bias")
-"""Ends of the names of weights that a checkpoint keeps in fp32: few, and of a few bits' effect over many steps."""
 
 
 def fresh_tensors(

@@ -16,6 +16,9 @@ _CONV = (("x", _INNER), ("B", _GROUP), ("C", _GROUP))
 """What the convolution runs over."""
 _HIDDEN, _LAYERS = "hidden_size", "mamba_layers"
 
+KEPT_IN_FP32 = (".mixer.A_log", ".mixer.D", ".mixer.dt_bias")
+"""Ends of the names of weights that a checkpoint keeps in fp32: few, and of a few bits' effect over many steps."""
+
 
 # fmt: off
 def mamba_weights(norm: str, mixer: str) -> tuple[Mapping, ...]:

@@ -1,0 +1,50 @@
+"""The code of exported hybrids as files: copied beside the weights, and recognized there. No torch.
+
+transformers runs the Python files of a model directory only where it is told to trust them. A directory whose files
+are, byte for byte, the ones that an export writes holds no foreign code, and is trusted.
+"""
+
+import shutil
+from pathlib import Path
+
+from mca_lib.errors import ModelError
+from mca_lib.models.config import read_json
+from mca_lib.models.families.mcaflow_hybrid import AUTO_MAP, MODEL_TYPE
+
+CODE = Path(__file__).parent / "remote_code"
+
+
+def code_files() -> list[Path]:
+    """The files that belong to a model, sorted."""
+    return sorted(CODE.glob("*_mcaflow_hybrid.py"))
+
+
+def copy_code(folder: Path) -> list[str]:
+    """Write the code into a model's directory; returns the names."""
+    for path in code_files():
+        shutil.copyfile(path, folder / path.name)
+    return [path.name for path in code_files()]
+
+
+def is_own_code(directory: str | Path) -> bool:
+    """Is the code that transformers would run for this model ours, unchanged?
+
+    False for a model without code of its own.
+
+    Raises ModelError for a hybrid of ours whose code is missing or was changed.
+    """
+    directory = Path(directory)
+    path = directory / "config.json"
+    hf = read_json(path, ModelError) if path.is_file() else {}
+    if hf.get("model_type") != MODEL_TYPE:
+        return False
+    if hf.get("auto_map") != AUTO_MAP:
+        raise ModelError(f"{path}: auto_map is not the one that an export writes; export the model again")
+    for own in code_files():
+        found = directory / own.name
+        if not found.is_file() or found.read_bytes() != own.read_bytes():
+            raise ModelError(
+                f"{found}: is not the code that this version exports, and code of others is not run; export the model "
+                "again"
+            )
+    return True
