@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from mca_lib.adapters.peft_files import is_adapter
+from mca_lib.converter.remote_files import admit_own_code
 from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import ModelError
 from mca_lib.evaluation.preference import pair_figures
@@ -138,7 +139,8 @@ def load_model(directory: str | Path, dtype: str, base: str | Path | None = None
         base: the model of a PEFT adapter directory, into which the adapter is merged.
 
     Raises:
-        ModelError: there is no such model, or a weight is missing, which transformers would fill with random numbers.
+        ModelError: there is no such model, a weight is missing, which transformers would fill with random numbers, or
+            it brings code that is not what an export writes.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -149,6 +151,7 @@ def load_model(directory: str | Path, dtype: str, base: str | Path | None = None
         return PeftModel.from_pretrained(load_model(base, dtype), str(directory)).merge_and_unload().eval()
     if not (Path(directory) / "config.json").is_file():
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
+    admit_own_code(directory)
     try:
         model, loading = AutoModelForCausalLM.from_pretrained(
             directory,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
+from mca_lib.converter.remote_files import admit_own_code
 from mca_lib.converter.sample_text import TEXT
 from mca_lib.errors import ModelError
 from mca_lib.models.config import read_hf_config
@@ -75,6 +76,7 @@ def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor
     """transformers' fp32 logits with eager attention, [S, V]; quantized weights as the bf16 that they stand for."""
     from transformers import AutoModelForCausalLM
 
+    admit_own_code(directory)
     quantized = read_hf_config(directory).get("quantization_config") is not None
     model = AutoModelForCausalLM.from_pretrained(
         directory,

@@ -1,7 +1,7 @@
-"""The code of exported hybrids as files: copied beside the weights, and recognized there. No torch.
+"""The code of exported hybrids: copied beside the weights, recognized there, known to transformers. No torch at import.
 
-transformers runs the Python files of a model directory only where it is told to trust them. A directory whose files
-are, byte for byte, the ones that an export writes holds no foreign code, and is trusted.
+transformers runs the Python files of a model directory only where it is told to trust them, and here it never is. A
+hybrid whose files are, byte for byte, the ones that an export writes is loaded with the code of this package.
 """
 
 import shutil
@@ -24,6 +24,22 @@ def copy_code(folder: Path) -> list[str]:
     for path in code_files():
         shutil.copyfile(path, folder / path.name)
     return [path.name for path in code_files()]
+
+
+def admit_own_code(directory: str | Path) -> None:
+    """Let transformers load this directory with `trust_remote_code` off, where it is a hybrid that was exported here.
+
+    Raises ModelError as `is_own_code`.
+    """
+    if not is_own_code(directory):
+        return
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mca_lib.converter.remote_code.configuration_mcaflow_hybrid import McaflowHybridConfig
+    from mca_lib.converter.remote_code.modeling_mcaflow_hybrid import McaflowHybridForCausalLM
+
+    AutoConfig.register(MODEL_TYPE, McaflowHybridConfig, exist_ok=True)
+    AutoModelForCausalLM.register(McaflowHybridConfig, McaflowHybridForCausalLM, exist_ok=True)
 
 
 def is_own_code(directory: str | Path) -> bool:
