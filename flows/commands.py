@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.tree import Tree
 
 from flows.console import make_console, plain_table
-from flows.recipe import load_recipe
+from flows.recipe import PipelineConfig, load_recipe
 from mca_lib.errors import ConfigError
 from mca_lib.evaluation.report import comparison, note
 from tasks.store import Artifact, ArtifactStore, Lineage
@@ -74,7 +74,7 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
         if error.code == 128 + signal.SIGTERM:
             print("mcaflow: terminated; the same command goes on from what is finished", file=sys.stderr)
         raise
-    _print_result(console, result)
+    _print_result(console, config, result)
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
@@ -93,8 +93,6 @@ def check_everything(recipe: Path, overrides: list[str]) -> None:
 
 def show_fields(section: str | None, *, as_json: bool = False) -> None:
     """``mcaflow fields``."""
-    from flows.recipe import PipelineConfig
-
     sections = {name: field.annotation for name, field in PipelineConfig.model_fields.items() if name != "name"}
     if section is not None and section not in sections:
         raise ConfigError(f"{section}: no such section; one of {', '.join(sections)}")
@@ -232,15 +230,17 @@ def human_size(size: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def _print_result(console: Console, result: "PipelineResult") -> None:
+def _print_result(console: Console, config: PipelineConfig, result: "PipelineResult") -> None:
     stages = plain_table("stage", "", "seconds", "artifact")
     for name, outcome in result.outcomes.items():
         mark = "[green]cached[/]" if outcome.cached else "computed"
         stages.add_row(name, mark, f"{outcome.seconds:.1f}", f"{name}/{outcome.artifact.key[:12]}")
     console.print()
     console.print(stages)
-    from flows.report import evaluation_metrics, is_worse
+    from flows.report import evaluation_metrics, hybrid_summary, is_worse
 
+    if summary := hybrid_summary(config, result.outcomes):
+        console.print(f"\nhybrid {summary}", highlight=False, markup=False, soft_wrap=True)
     evaluation = result.outcomes["evaluate"].artifact
     metrics = evaluation_metrics(evaluation)
     heading, *rows = comparison(metrics)

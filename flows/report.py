@@ -12,8 +12,10 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from flows.plan import reason_in_recipe_names
 from flows.recipe import PipelineConfig
 from mca_lib.evaluation.report import comparison, note
+from mca_lib.models.config import McaModelConfig
 from tasks.stage import Outcome
 from tasks.store import Artifact
+from tasks.translate import fresh_summary
 
 
 def publish_report(config: PipelineConfig, outcomes: Mapping[str, Outcome]) -> None:
@@ -48,11 +50,20 @@ def _page(config: PipelineConfig, outcomes: Mapping[str, Outcome]) -> str:
     ]
     table = ["| stage | | seconds | artifact | why |", "| --- | --- | ---: | --- | --- |", *stages]
     saved = sum(o.artifact.record.producer.seconds for o in outcomes.values() if o.cached)
+    summary = hybrid_summary(config, outcomes)
     parts = [
         f"# {config.name}",
         f"Model: `{outcomes['export'].artifact.path}`",
+        *([f"Hybrid: `{summary}`"] if summary else []),
         "\n".join(table),
         f"The store saved {saved:.0f} s of computation.",
         (outcomes["evaluate"].artifact.path / "report.md").read_text(encoding="utf-8"),
     ]
     return "\n\n".join(parts)
+
+
+def hybrid_summary(config: PipelineConfig, outcomes: Mapping[str, Outcome]) -> str | None:
+    """``M*-*-: 1 of 5 layers are fresh, …``; None for a transformer."""
+    if "translate" not in outcomes:
+        return None
+    return fresh_summary(McaModelConfig.from_pretrained(outcomes["translate"].artifact.path), config.checkpoint)

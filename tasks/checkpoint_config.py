@@ -42,7 +42,7 @@ class CheckpointConfig(Section):
     """Add rows to embedding and output layer where the tokenizer has more tokens than the model; never shrinks."""
     max_logits_difference: float | None = Field(default=1e-3, gt=0)
     """Largest |Δ| of fp32 logits against transformers that the stage accepts; null: unchecked, for a model whose fp32
-    weights do not fit into memory twice. With random fresh layers, which have other logits, weights are compared."""
+    weights do not fit into memory twice. Of a hybrid, it is those that it has without its fresh layers' output."""
     pattern: str | None = None
     """Layers of a hybrid, one symbol each: `M` Mamba-2, `*` attention, `-` MLP, `E` experts. `mcaflow hybrid-pattern`
     prints one."""

@@ -5,8 +5,13 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
+from mca_lib.converter.remote_files import code_files
+from mca_lib.models.config import McaModelConfig
+from mca_lib.models.families import mcaflow_hybrid
+from mca_lib.models.registry import weights_family
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
+from tasks.digests import digest_file
 from tasks.section import Section
 from tasks.store import Artifact
 
@@ -36,6 +41,13 @@ class ExportStage(Stage):
     version: ClassVar[int] = 1
 
     def identity(self) -> dict[str, JSON]:
+        config = McaModelConfig.from_pretrained(self.checkpoint.path)
+        if weights_family(config) is not mcaflow_hybrid.FAMILY:
+            return self._options()
+        # The export of a hybrid with Mamba layers holds the code that transformers runs it with.
+        return self._options() | {"code": {path.name: digest_file(path) for path in code_files()}}
+
+    def _options(self) -> dict[str, JSON]:
         fields = self.config.identity()
         return fields if self.adapter is not None else {n: value for n, value in fields.items() if n != "lora"}
 
@@ -48,7 +60,7 @@ class ExportStage(Stage):
         return super().space_needed() + sum(file.stat().st_size for file in files if file.is_file())
 
     def produce(self, ctx: StageContext) -> Produced:
-        spec = {"checkpoint": str(self.checkpoint.path), "output": str(ctx.staging), **self.identity()}
+        spec = {"checkpoint": str(self.checkpoint.path), "output": str(ctx.staging), **self._options()}
         if self.adapter is not None:
             spec |= {"adapter": str(self.adapter.path), "base": self.checkpoint.parts.get("weights")}
         return Produced(stats=ctx.run_job("export", spec))
