@@ -94,6 +94,11 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
     yield from launcher_problems(config.launcher)
     yield from training_problems(training, config.parallel, config.launcher)
     yield from preference_problems(training, config.dpo)
+    if config.checkpoint.kind == "hybrid" and training.finetuning_type == "lora" and config.export.lora == "adapter":
+        yield (
+            "export.lora: the adapter alone belongs to the translated hybrid, which the evaluation does not have as a "
+            "Hugging Face model; use merged or both"
+        )
     held_out = bool(dataset.eval_files) or dataset.eval_fraction > 0
     if training.eval_steps and not held_out:
         yield "training.eval_steps: no rows are held out; set dataset.eval_fraction or dataset.eval_files, or use 0"

@@ -104,6 +104,12 @@ def test_options_of_training_that_do_not_go_together(tmp_path: Path, overrides: 
     assert f"training.{message}" in str(caught.value)
 
 
+def test_an_adapter_alone_is_refused_for_a_hybrid_which_the_evaluation_has_not(tmp_path: Path):
+    overrides = ["checkpoint={kind: hybrid, pattern: M*-}", "training.finetuning_type=lora", "export.lora=adapter"]
+    with pytest.raises(ConfigError, match=r"export\.lora: the adapter alone belongs to the translated hybrid"):
+        load_recipe(write(tmp_path / "recipe.yaml", MINIMAL), overrides)
+
+
 def test_evaluations_without_held_out_rows_are_refused(tmp_path: Path):
     recipe = write(tmp_path / "recipe.yaml", MINIMAL)
     with pytest.raises(ConfigError, match=r"training\.eval_steps: no rows are held out; set dataset\.eval_fraction"):
