@@ -7,7 +7,8 @@ and shares the optimizer state among replicas.
 Activations are an estimate in the manner of Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198, section 4): what
 the backward pass of each operation needs is added up. Their layer keeps s·b·h·(34 + 5·a·s/h) bytes; here the terms are
 those of this architecture: SwiGLU, grouped queries, no dropout, attention that does not keep the s × s scores
-(FlashAttention, SDPA), experts that receive equal shares of the tokens.
+(FlashAttention, SDPA), experts that receive equal shares of the tokens. What the C library keeps of freed memory is not
+counted: on CPU up to a fifth on top (`mca_lib.heap`).
 """
 
 import math
