@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked_jobs as forks
 from tests.ranks import RankPool
 
 
@@ -14,3 +15,10 @@ def ranks() -> Iterator[Callable[..., list[Any]]]:
     pool = RankPool()
     yield pool.run_ranks
     pool.close()
+
+
+@pytest.fixture(scope="module")
+def forked_jobs(ranks: Callable[..., list[Any]]) -> Iterator[None]:
+    """Jobs of stages spare their imports; see `tests.forked_jobs`."""
+    with forks.forked_jobs(ranks):
+        yield

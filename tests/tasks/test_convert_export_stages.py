@@ -15,6 +15,8 @@ from tasks.export import ExportConfig, ExportStage
 from tasks.stage import Hit, Miss, ensure, probe
 from tasks.store import Artifact, ArtifactStore
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
+
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> ArtifactStore:

@@ -21,6 +21,7 @@ from tasks.report import LogReporter
 from tasks.stage import Miss, Produced, Stage, ensure, probe
 from tasks.store import ArtifactStore
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
 ROWS = [{"instruction": f"Name {i}", "input": "", "output": f"The number is {i}."} for i in range(40)]
 
 

@@ -16,6 +16,7 @@ from tasks.evaluate import EvalConfig, EvaluateStage
 from tasks.stage import Hit, Miss, ensure, probe
 from tasks.store import Artifact, ArtifactStore
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
 QUESTION, ANSWER = "Count from one to three.", "One, two, three."
 
 
