@@ -14,6 +14,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 import traceback
@@ -83,13 +84,22 @@ _DISK = {
 def disk_cause(error: BaseException | None) -> OSError | None:
     """The disk's own error among those that led to this one: full, over quota or read-only; None without one.
 
-    torch.save (2.15) ends with a RuntimeError of its archive ("unexpected pos") when the file refuses a write.
+    torch.save (2.15) ends with a RuntimeError of its archive ("unexpected pos") when the file refuses a write, and
+    safetensors with one of Rust's errors, which end in their number.
     """
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _DISK:
-            return error
+        found = _os_error(error)
+        if found is not None and found.errno in _DISK:
+            return found
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return None
+
+
+def _os_error(error: BaseException) -> OSError | None:
+    if isinstance(error, OSError):
+        return error
+    number = re.search(r"\(os error (\d+)\)$", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else None
 
 
 def disk_error(error: BaseException, what: str = "a file") -> ResourceError | None:
@@ -97,7 +107,7 @@ def disk_error(error: BaseException, what: str = "a file") -> ResourceError | No
     cause = disk_cause(error)
     if cause is None:
         return None
-    reason = f"{_DISK[cause.errno]} while writing {cause.filename or what}"
+    reason = f"{_DISK[cause.errno]} while writing {cause.filename2 or cause.filename or what}"
     return ResourceError(f"{reason}; free space or choose another store.path, then run again")
 
 

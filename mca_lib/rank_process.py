@@ -5,6 +5,7 @@ A rank that fails writes `rank-<R>.json` into the directory that `MCAFLOW_RANK_E
 cause, the others then lose their connections.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -56,7 +57,9 @@ def report_failure(error: BaseException) -> None:
         "rank": rank,
         "time": time.time(),
     }
-    _write(rank_failure(Path(directory), rank), failure)
+    # A full disk may have no room for it; the error itself must be the one that goes on.
+    with contextlib.suppress(OSError):
+        _write(rank_failure(Path(directory), rank), failure)
 
 
 def rank_failure(directory: Path, rank: int) -> Path:

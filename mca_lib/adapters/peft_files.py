@@ -21,6 +21,7 @@ import torch.distributed as dist
 from mca_lib.adapters.settings import scaling, targets_of
 from mca_lib.adapters.targets import WEIGHT, expert_entries, linear_layers, modules, target_names
 from mca_lib.checkpoint.reader import CheckpointReader
+from mca_lib.checkpoint.sealed import naming
 from mca_lib.converter.mappings import Row
 from mca_lib.errors import CheckpointError
 from mca_lib.models.config import McaModelConfig, read_json
@@ -86,7 +87,8 @@ def write_adapter(about: AdapterFiles, tensors: Mapping[str, torch.Tensor], dire
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensors[name] for name in sorted(tensors)}, directory / WEIGHTS_NAME, {"format": "pt"})
+    with naming(directory / WEIGHTS_NAME):
+        save_file({name: tensors[name] for name in sorted(tensors)}, directory / WEIGHTS_NAME, {"format": "pt"})
     if about.base_digest is not None:
         (directory / BASE_NAME).write_text(json.dumps({"base": about.base_digest}) + "\n", encoding="utf-8")
     text = json.dumps(peft_config(about.mca_config, about.lora_config), indent=2, sort_keys=True)

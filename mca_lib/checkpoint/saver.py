@@ -178,7 +178,7 @@ def _complete(request: AsyncRequest, results: dict[int, Any], staging: Path) -> 
     """Write the table of contents; all ranks."""
     if results:
         request.async_fn_args[2].put(results)
-    with translated_failures(staging / STATE_FOLDER, "written"):
+    with translated_failures(staging / STATE_FOLDER, "written"), naming(staging / STATE_FOLDER):
         for finalize in request.finalize_fns:
             finalize()
 

@@ -35,14 +35,14 @@ def new_staging(parent: Path) -> Path:
 
 @contextlib.contextmanager
 def naming(path: str | Path) -> Iterator[None]:
-    """An OSError of the block, or a full disk that a library made an error of its own of, names the file."""
+    """An OSError of the block, or a full disk that a library made an error of its own of, names a file."""
     try:
         yield
     except Exception as error:
         cause = error if isinstance(error, OSError) else disk_cause(error)
-        if cause is None:
+        if cause is None or cause.errno is None or (cause is error and cause.filename):
             raise
-        raise OSError(cause.errno, cause.strerror, str(path)) from error
+        raise OSError(cause.errno, cause.strerror, cause.filename or str(path)) from error
 
 
 def remove_leftovers(parent: Path) -> None:

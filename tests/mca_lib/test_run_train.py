@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from safetensors import SafetensorError
 
 from mca_lib.errors import ConfigError, DataError, ModelError
 from mca_lib.rank_process import ERRORS_VARIABLE, first_failure, report_failure
@@ -112,10 +113,20 @@ def test_a_full_disk_is_the_users_to_mend(tmp_path, monkeypatch):
     full = OSError(28, "No space left on device", "/somewhere/checkpoint-1")
     made_of_it = RuntimeError("unexpected pos 704 vs 598")
     made_of_it.__context__ = full
-    for error in (full, made_of_it):
+    rust = "Error while serializing: I/O error: No space left on device (os error 28)"
+    copied = OSError(28, "No space left on device", "/source", None, "/somewhere/target")
+    named_by = {
+        full: "/somewhere/checkpoint-1",
+        made_of_it: "/somewhere/",
+        copied: "/target",
+        SafetensorError(rust): "",
+    }
+    for error, named in named_by.items():
         report_failure(error)
         assert first_failure(tmp_path)["type"] == "ResourceError"
-        assert "/somewhere/checkpoint-1" in first_failure(tmp_path)["message"]
+        assert named in first_failure(tmp_path)["message"]
+    (tmp_path / "rank-0.tmp").symlink_to("/dev/full")
+    report_failure(full)  # which raises nothing of its own
 
 
 @pytest.fixture

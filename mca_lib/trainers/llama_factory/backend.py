@@ -10,7 +10,9 @@ One process trains once: LLaMA-Factory keeps state in its modules.
 """
 
 import contextlib
+import errno
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -33,6 +35,7 @@ from mca_lib.adapters.settings import lora_config
 from mca_lib.checkpoint.base import base_digest
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.retention import STATE_NAME, Retention
+from mca_lib.checkpoint.sealed import naming
 from mca_lib.checkpoint.training import find_checkpoint
 from mca_lib.data.indexed_rows import Rows
 from mca_lib.errors import ConfigError
@@ -55,6 +58,9 @@ from mca_lib.trainers.tracking import tracker_callbacks
 if TYPE_CHECKING:
     from mca_lib.trainers.arguments import FinetuningArguments, ModelArguments
     from mca_lib.trainers.training_args import TrainingArguments
+
+_FULL = 1 << 20
+"""Bytes; a disk with less left is taken to be full."""
 
 STAGES: dict[str, tuple[Any, ModuleType, ModuleType, str]] = {
     "pt": (pt_workflow.run_pt, pt_workflow, pt_workflow, "CustomTrainer"),
@@ -174,9 +180,21 @@ def _run(
     ours = PairTrainer if record.in_pairs else TokenTrainer
     trainer_class = type(name, (ours, getattr(home, name)), {"record": record, "rate": staticmethod(rate)})
     further = [generating_args] if stage == "sft" else []
-    callbacks = [record, *trackers]
-    with _replaced(home, name, trainer_class), _replaced(workflow, "get_dataset", lambda *_, **__: data):
-        function(model_args, data_args, training_args, finetuning_args, *further, callbacks=callbacks)
+    replaced = _replaced(home, name, trainer_class), _replaced(workflow, "get_dataset", lambda *_, **__: data)
+    output = Path(training_args.output_dir)
+    with replaced[0], replaced[1], naming(output), _full_disk_named(output):
+        function(model_args, data_args, training_args, finetuning_args, *further, callbacks=[record, *trackers])
+
+
+@contextlib.contextmanager
+def _full_disk_named(output_dir: Path) -> Iterator[None]:
+    """OSError when nothing is left of the disk: torch.save, given a path by the Trainer, loses the reason."""
+    try:
+        yield
+    except RuntimeError as error:
+        if shutil.disk_usage(output_dir).free >= _FULL:
+            raise
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(output_dir)) from error
 
 
 @contextlib.contextmanager

@@ -67,5 +67,7 @@ def test_a_full_disk_names_the_file_whatever_a_library_made_of_it(tmp_path):
         raise lost.value
     with pytest.raises(OSError, match=f"Input/output error: '{path}'"), naming(path):
         raise OSError(errno.EIO, "Input/output error")
-    with pytest.raises(RuntimeError, match="a defect"), naming(path):
-        raise RuntimeError("a defect")
+    for other in (RuntimeError("a defect"), OSError("of a library"), FileNotFoundError(2, "No such file", "its own")):
+        with pytest.raises(type(other)) as same, naming(path):
+            raise other
+        assert same.value is other
