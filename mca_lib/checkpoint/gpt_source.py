@@ -17,6 +17,8 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from mca_lib.checkpoint.collective import raise_everywhere
+from mca_lib.checkpoint.fsdp_dtensor import FsdpCheckpoint
+from mca_lib.checkpoint.fsdp_load import load_fsdp_dtensor
 from mca_lib.checkpoint.gpt_interop_fixes import request, with_own_settings
 from mca_lib.checkpoint.model import translated_failures
 from mca_lib.checkpoint.source import Source
@@ -36,23 +38,34 @@ def start_from(source: Source, engine: Engine, layers: LayerMap | None) -> int:
         CheckpointError: a tensor of the model is missing, of another shape or unreadable.
     """
     args = engine.args
-    wanted = request(engine, layers, optimizer=not args.no_load_optim)
-    raise_everywhere(_mismatch(wanted, source))
-    with translated_failures(source.tensors, "read"):
-        loaded = dist_checkpointing.load(wanted, str(source.tensors))
-    if args.no_load_optim:
-        loaded.pop("optimizer", None)
+    if isinstance(source.contents, FsdpCheckpoint):
+        load_fsdp_dtensor(source.tensors, engine, optimizer=not args.no_load_optim)
+        skipped = 0
     else:
-        loaded["optimizer"] = with_own_settings(loaded["optimizer"], engine.optimizer)
-    put_back(engine, loaded)
-    _agree(engine, masters_loaded=not args.no_load_optim)
+        skipped = _load_torch_dist(source, engine, layers)
     if args.finetune:
         engine.scheduler.step(increment=0)  # the rate of the first step, in groups that were loaded
         return 0
-    engine.skipped_steps = loaded.get("skipped_steps", 0)
+    engine.skipped_steps = skipped
     engine.scheduler.step(increment=source.step - engine.skipped_steps)
     resume_random_states(source.path, source.layout, engine, args.seed + source.step)
     return source.step
+
+
+def _load_torch_dist(source: Source, engine: Engine, layers: LayerMap | None) -> int:
+    """Returns the steps that were skipped."""
+    has_optimizer = not engine.args.no_load_optim
+    wanted = request(engine, layers, optimizer=has_optimizer)
+    raise_everywhere(_mismatch(wanted, source))
+    with translated_failures(source.tensors, "read"):
+        loaded = dist_checkpointing.load(wanted, str(source.tensors))
+    if has_optimizer:
+        loaded["optimizer"] = with_own_settings(loaded["optimizer"], engine.optimizer)
+    else:
+        loaded.pop("optimizer", None)  # what the checkpoint has of it beside tensors
+    put_back(engine, loaded)
+    _agree(engine, masters_loaded=has_optimizer)
+    return loaded.get("skipped_steps", 0)
 
 
 def _agree(engine: Engine, *, masters_loaded: bool) -> None:
@@ -70,7 +83,7 @@ def _agree(engine: Engine, *, masters_loaded: bool) -> None:
 
 def _mismatch(wanted: dict[str, Any], source: Source) -> CheckpointError | None:
     """What the checkpoint lacks of a request, or has in another shape."""
-    stored = {key: tuple(meta.size) for key, meta in source.reader.stored.items()}
+    stored = {key: tuple(meta.size) for key, meta in source.contents.stored.items()}
     problems = []
     for shard in _tensors(wanted):
         if shard.key not in stored:

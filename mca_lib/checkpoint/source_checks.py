@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mca_lib.checkpoint.source import Source, open_source
+from mca_lib.checkpoint.source import Source, TorchDist, open_source
 from mca_lib.errors import CheckpointError, ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.hybrid.pattern import check_translatable
@@ -35,7 +35,7 @@ def check_source(source: Source, config: McaModelConfig, args: TrainingArguments
         config: of the model that the run trains (`run_config`).
     """
     where = f"load_checkpoint={str(source.path)!r}"
-    if source.is_hybrid:
+    if source.contents.is_hybrid:
         _check_hybrid(source, config, where)
     else:
         _check_transformer(source, config, args, where)
@@ -71,6 +71,8 @@ def _check_hybrid(source: Source, config: McaModelConfig, where: str) -> None:
             f"{where} is of a hybrid, and this run trains a transformer: a hybrid does not go back into one; give the "
             "hybrid's own model directory as model_name_or_path"
         )
+    if not isinstance(source.contents, TorchDist):
+        raise CheckpointError(f"{where} is of a hybrid as fsdp_dtensor; save it again with --ckpt-format torch_dist")
     saved = source.run.get("hybrid", {}).get("pattern")
     if saved is not None and saved != config.hybrid.pattern:
         raise CheckpointError(f"{where} is of a hybrid of pattern {saved!r}, this run has {config.hybrid.pattern!r}")
@@ -82,19 +84,19 @@ def _check_transformer(source: Source, config: McaModelConfig, args: TrainingArg
             f"hybrid_layer_pattern is missing: {where} is of a transformer; `mcaflow hybrid-pattern --layers "
             f"{config.num_layers}` prints one, and use_legacy_model=True goes on training the transformer"
         )
-    if not source.num_layers:
+    if not source.contents.num_layers:
         raise CheckpointError(
             f"{where} has layers of several kinds, or is of no model of Megatron-Core: only transformers whose layers "
             "are all alike become hybrids"
         )
     if config.hybrid is not None:
-        check_translatable(config.hybrid.pattern, source.num_layers, has_experts=source.has_experts)
-    elif source.num_layers != config.num_layers:
-        raise CheckpointError(f"{where} has {source.num_layers} layers, and the model {config.num_layers}")
+        check_translatable(config.hybrid.pattern, source.contents.num_layers, has_experts=source.contents.has_experts)
+    elif source.contents.num_layers != config.num_layers:
+        raise CheckpointError(f"{where} has {source.contents.num_layers} layers, and the model {config.num_layers}")
 
 
 def _check_shapes(source: Source, config: McaModelConfig, where: str) -> None:
-    rows, hidden = source.vocabulary
+    rows, hidden = source.contents.vocabulary
     if hidden != config.hidden_size:
         raise CheckpointError(f"{where} has hidden size {hidden}, and the model {config.hidden_size}")
     vocab_size = source.run.get("vocab_size", config.vocab_size)
@@ -104,20 +106,26 @@ def _check_shapes(source: Source, config: McaModelConfig, where: str) -> None:
 
 
 def _check_optimizer(source: Source, args: TrainingArguments, where: str) -> None:
-    instead = "set no_load_optim=True to take the weights alone"
-    if source.optimizer is None:
+    instead, contents = "set no_load_optim=True to take the weights alone", source.contents
+    if not contents.has_optimizer:
         raise CheckpointError(f"{where} has no optimizer state: {instead}")
-    if source.optimizer == "bucket":
+    if not args.use_distributed_optimizer:
+        raise CheckpointError(
+            f"{where}: this run has use_distributed_optimizer=False, and only the distributed optimizer takes the "
+            f"state of another model's; {instead}"
+        )
+    if not isinstance(contents, TorchDist):
+        return
+    if contents.has_bucket_states:
         raise CheckpointError(
             f"{where}: its optimizer state lies in the buffers of one layout (dp_reshardable, dp_zero_gather_scatter), "
             "which another model cannot read; save it again as fully_reshardable (Megatron-LM's "
             f"--dist-ckpt-optim-fully-reshardable), or {instead}"
         )
-    if source.optimizer == "whole" or not args.use_distributed_optimizer:
-        other = "this run has" if source.optimizer == "model" else "it was made with"
+    if not contents.has_distributed_states:
         raise CheckpointError(
-            f"{where}: {other} use_distributed_optimizer=False, and only the distributed optimizer's state goes into "
-            f"another model; {instead}"
+            f"{where} was made with use_distributed_optimizer=False, and only the distributed optimizer's state goes "
+            f"into another model; {instead}"
         )
     saved, now = source.layout.get("expert", 1), args.expert_model_parallel_size
     if (saved > 1) != (now > 1):

@@ -43,7 +43,7 @@ def resume(
     if args.load_checkpoint is None:
         return 0, Totals()
     source = _checked_source(engine, config, run)
-    translated = config.hybrid is not None and not source.is_hybrid
+    translated = config.hybrid is not None and not source.contents.is_hybrid
     step = start_from(source, engine, config.layer_map if translated else None)
     log.info("starting at step %d from %s", step, source.path)
     return step, Totals(**source.totals) if step else Totals()

@@ -208,12 +208,17 @@ def history(values: list[dict[str, Any]]) -> np.ndarray:
 
 def weights(directory: Path) -> dict[str, Any]:
     """Tensors of an MCA checkpoint directory, by name, read without any process group."""
+    return stored_tensors(directory / "model")
+
+
+def stored_tensors(directory: Path) -> dict[str, Any]:
+    """The same of a torch_dist directory."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    reader = FileSystemReader(directory / "model")
+    reader = FileSystemReader(directory)
     found = reader.read_metadata().state_dict_metadata
     tensors = {
         name: torch.empty(meta.size, dtype=meta.properties.dtype)
