@@ -5,8 +5,9 @@ linear layer, and its Hugging Face names are the modules that the layer is made 
 one layer of Megatron and three adapters, as PEFT has them.
 
 Left out whatever is asked for: the output layer and the embedding (no parallel linear layer of a transformer layer),
-routers and the gate of the shared expert (bare tensors in Megatron), and multi-token prediction layers, which
-transformers does not load with the model: in a LoRA training they stay as they are and take no part.
+routers and the gate of the shared expert (bare tensors in Megatron), Mamba layers (their projections are several in
+one), and multi-token prediction layers, which transformers does not load with the model: in a LoRA training they stay
+as they are and take no part.
 """
 
 import difflib
@@ -16,6 +17,7 @@ from mca_lib.converter.mappings import QKV, Column, GatedMLP, Row
 from mca_lib.converter.plan import Entry, entries
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.naming import MIXER
 
 ALL_LINEAR = "all-linear"
 WEIGHT = ".weight"
@@ -26,7 +28,7 @@ def linear_layers(config: McaModelConfig) -> Iterator[Entry]:
     """The rows of the weight table, written out, that are weights of linear layers which can have adapters."""
     for entry in entries(config):
         linear = isinstance(entry.mapping, _LINEAR) and all(name.endswith(WEIGHT) for name in entry.hf)
-        if linear and "{mtp}" not in entry.mapping.mca:
+        if linear and "{mtp}" not in entry.mapping.mca and MIXER not in entry.mca:
             yield entry
 
 

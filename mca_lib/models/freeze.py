@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 from mca_lib.converter.plan import Entry, entries
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.naming import MIXER
 
 if TYPE_CHECKING:
     from mca_lib.models.gpt import McaGPTModel
 
 
 TRANSFORMER = "transformer"
-_MAMBA = ".mixer."
-"""What the names of all weights of Mamba layers contain."""
 
 
 def frozen_weights(config: McaModelConfig, freeze: Sequence[str]) -> frozenset[str]:
@@ -43,7 +42,7 @@ def frozen_weights(config: McaModelConfig, freeze: Sequence[str]) -> frozenset[s
     frozen = set()
     for entry in table:
         chosen = [any(_belongs(weight, name) for name in freeze) for weight in entry.hf]
-        if all(chosen) or (TRANSFORMER in freeze and _MAMBA not in entry.mca):
+        if all(chosen) or (TRANSFORMER in freeze and MIXER not in entry.mca):
             frozen.add(entry.mca)
         elif any(chosen):
             parts = ", ".join(weight.removesuffix(".weight").rpartition(".")[2] for weight in entry.hf)

@@ -24,6 +24,8 @@ _MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.")
 _LOCAL_EXPERT = re.compile(r"^mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.)|(linear_fc[12]\.)weight(\d+)$)")
 """An expert of the local layer, which is a module, or of Transformer Engine's, where all are one module."""
 
+MIXER = ".mixer."
+"""What the names of all weights of a Mamba layer contain."""
 MAMBA_NORM = ("norm.", "mixer.in_proj.layer_norm_")
 """(prefix in a local Mamba layer, prefix in the checkpoint); as `fused_names`."""
 _MAMBA_NAMES = (MAMBA_NORM, ("mixer.conv1d_", "mixer.conv1d."))

@@ -65,7 +65,7 @@ class HybridArguments:
         """What a transformer of so many channels becomes; None: it stays a transformer. Raises ConfigError."""
         if self.hybrid_layer_pattern is None or self.use_legacy_model:
             return None
-        sizes = {spec.name: getattr(self, f"mamba_{spec.name}") for spec in fields(Mamba2)}
+        sizes = {spec.name: getattr(self, f"mamba_{spec.name}", None) for spec in fields(Mamba2)}
         return hybrid_layers(parse_pattern(self.hybrid_layer_pattern).layers, hidden_size, sizes)
 
     def _set_without_pattern(self) -> Iterator[str]:
