@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from flows.hybrid_command import pattern_for
 from flows.recipe import load_recipe
+from mca_lib.tiny_models import SHAPE
 
 RECIPES = Path(__file__).parents[2] / "deployments" / "recipes"
 
@@ -33,6 +35,14 @@ def test_demo_pt_reads_what_make_demo_writes():
     assert (demo.training.stage, demo.dataset.storage) == ("pt", "indexed")
 
 
+def test_demo_hybrid_reads_what_make_demo_writes_and_has_the_pattern_that_is_printed_for_it():
+    demo = load_recipe(RECIPES / "demo-hybrid.yaml")
+    assert (demo.model.name_or_path, demo.dataset.files) == (".mcaflow/demo/model", [".mcaflow/demo/data.json"])
+    assert demo.checkpoint.pattern == pattern_for(SHAPE["num_hidden_layers"], None, mamba_every=2)
+
+
 def test_smollm2_takes_its_data_file_from_the_command_line():
     recipe = load_recipe(RECIPES / "smollm2-sft.yaml", ["dataset.files=[mine.json]"])
     assert recipe.dataset.files == ["mine.json"]
+    hybrid = load_recipe(RECIPES / "smollm2-hybrid.yaml", ["dataset.files=[mine.json]"])
+    assert hybrid.checkpoint.pattern == pattern_for(30, None, mamba_every=3)

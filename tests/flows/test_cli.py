@@ -129,6 +129,10 @@ BAD_INPUT: dict[str, tuple[Callable[[Workspace], None], list[str], str]] = {
     "unknown target": (
         nothing, ["training.finetuning_type=lora", "lora.target_modules=[q_prj]"], "lora.target_modules: no linear",
     ),
+    "hybrid without a pattern": (nothing, ["checkpoint.kind=hybrid"], "checkpoint.pattern is missing"),
+    "hybrid of another model": (
+        nothing, ["checkpoint={kind: hybrid, pattern: M*-}"], "checkpoint.pattern='M*-' has 1 attention and MLP layers",
+    ),
     "rank of 0": (nothing, ["training.finetuning_type=lora", "lora.r=0"], "lora.r: "),
 }  # fmt: skip
 
