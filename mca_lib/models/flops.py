@@ -6,6 +6,11 @@ T tokens in sequences of S:
     T · 2 · W                                       W: elements of all matrices that a token is multiplied with
     + T/S · Σ layers 2 · N · (Dqk + Dv) · pairs     N heads, of which scores take Dqk channels and values Dv
       pairs = Σ i=1..S min(i, window)               keys that the queries of a sequence see
+    + T · Σ Mamba layers (4 · D · N + 2 · k · (D + 2·G·N))
+
+The last line is Mamba-2's recurrence (https://arxiv.org/abs/2405.21060, equation 16) and its convolution: D inner
+channels, of which each writes a state of N with 2·D·N operations and reads it with as many; k taps over x and over the
+G groups' B and C. Kernels that take many tokens at once do more, and sequences may be of any length.
 
 W counts `topk` experts of each layer, the output layer also where it is tied, and not the embedding, which is a
 look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. With adapters
@@ -23,7 +28,7 @@ import numpy as np
 
 from mca_lib.converter.plan import entries
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.registry import family_of
+from mca_lib.models.registry import weights_family
 
 
 def training_flops(config: McaModelConfig, tokens: int, sequence_length: int) -> int:
@@ -46,7 +51,8 @@ def step_flops(
     pairs = int(attention_pairs(config, lengths_D.astype(np.int64), mtp).sum())
     elements = matrix_elements(config, mtp)
     products = 3 * elements - frozen if adapter_elements is None else 2 * elements + 3 * adapter_elements
-    return 2 * products * int(lengths_D.sum()) + 3 * attention_flops_per_pair(config) * pairs
+    others = 3 * (attention_flops_per_pair(config) * pairs + mamba_flops_per_token(config) * int(lengths_D.sum()))
+    return 2 * products * int(lengths_D.sum()) + others
 
 
 def forward_flops(config: McaModelConfig, tokens: int, sequence_length: int, mtp: bool = False) -> int:
@@ -58,13 +64,13 @@ def forward_flops(config: McaModelConfig, tokens: int, sequence_length: int, mtp
     """
     pairs = attention_pairs(config, sequence_length, mtp)
     attention = attention_flops_per_pair(config) * pairs * tokens // sequence_length
-    return 2 * matrix_elements(config, mtp) * tokens + attention
+    return (2 * matrix_elements(config, mtp) + mamba_flops_per_token(config)) * tokens + attention
 
 
 def matrix_elements(config: McaModelConfig, mtp: bool = False) -> int:
     """Elements of the matrices that a token is multiplied with, each as often as that happens."""
     elements = 0
-    for row in family_of(config.model_type).mappings(config):
+    for row in weights_family(config).mappings(config):
         if "{mtp}" in row.mca:
             times = config.mtp_num_layers if mtp else 0
         elif "{layer}" in row.mca:
@@ -95,6 +101,16 @@ def frozen_elements(config: McaModelConfig, frozen: Collection[str]) -> int:
     return elements + heads * config.vocab_size * config.hidden_size
 
 
+def mamba_flops_per_token(config: McaModelConfig) -> int:
+    """Operations of all Mamba layers for one token, without their projections, which are among `matrix_elements`."""
+    if config.hybrid is None or config.hybrid.mamba is None:
+        return 0
+    mamba = config.hybrid.mamba
+    recurrence = 4 * mamba.inner_size * mamba.state_size
+    convolution = 2 * mamba.conv_kernel * (mamba.inner_size + 2 * mamba.group_size)
+    return len(config.mamba_layers) * (recurrence + convolution)
+
+
 def attention_flops_per_pair(config: McaModelConfig) -> int:
     """Operations of one layer for one query and one key that it sees."""
     latent = config.latent_attention
@@ -109,6 +125,6 @@ def attention_pairs[Lengths: (int, np.ndarray)](
     full = sequence_length * (sequence_length + 1) // 2
     window = np.minimum(config.sliding_window or sequence_length, sequence_length)
     windowed = window * (window + 1) // 2 + (sequence_length - window) * window
-    layers = config.num_layers + (config.mtp_num_layers if mtp else 0)
+    layers = len(config.attention_layers) + (config.mtp_num_layers if mtp else 0)
     full_layers = len(config.full_attention_layers) if config.sliding_window else layers
     return full * full_layers + windowed * (layers - full_layers)

@@ -4,11 +4,7 @@ Weights, gradients and optimizer state are those that the trainer's engine alloc
 reduced in fp32, bf16 weights have an fp32 copy, Adam has two fp32 moments; the distributed optimizer pads its buffers
 and shares the optimizer state among replicas.
 
-Activations are an estimate in the manner of Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198, section 4): what
-the backward pass of each operation needs is added up. Their layer keeps s·b·h·(34 + 5·a·s/h) bytes; here the terms are
-those of this architecture: SwiGLU, grouped queries, no dropout, attention that does not keep the s × s scores
-(FlashAttention, SDPA), experts that receive equal shares of the tokens. What the C library keeps of freed memory is not
-counted: on CPU up to a fifth on top (`mca_lib.heap`).
+Activations are an estimate; see `activations`.
 """
 
 import math
@@ -18,29 +14,19 @@ from typing import Literal, NamedTuple
 
 from mca_lib.converter.mappings import TensorPlace, padded_vocab_size
 from mca_lib.errors import ConfigError
+from mca_lib.models.activations import WEIGHT_BYTES, Training, activation_bytes
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.hybrid.weights import KEPT_FP32
 from mca_lib.models.layout import ParallelSizes, expert_tensor_size, rank_problems, size_problems
 from mca_lib.models.layout_rules import chunks_of
 from mca_lib.models.pipeline import Chunk
 from mca_lib.models.registry import weights_family
 from mca_lib.models.size import rows_held
 
-_WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 _GRADIENT_BYTES, _MOMENTS_BYTES, _COPY_BYTES = 4, 8, {"bf16": 4, "fp32": 0}
 _ALIGNMENT, _BUCKET = 64, 128
 """Elements: a parameter begins at a multiple of the first, a bucket ends at one of the second and of the replicas
 (megatron-core 0.19.2, `optimizer/param_layout.py`)."""
-
-
-@dataclass(frozen=True)
-class Training:
-    """How a model is trained, as far as memory depends on it."""
-
-    precision: Literal["bf16", "fp32"] = "bf16"
-    distributed_optimizer: bool = True
-    sequence_length: int = 4096
-    micro_batch_size: int = 1
-    recompute: Literal["none", "selective", "full"] = "none"
 
 
 @dataclass(frozen=True)
@@ -72,6 +58,8 @@ class Tensors(NamedTuple):
     alone: bool = False
     """A tied embedding that two stages hold has a bucket of its own."""
     trained: bool = True
+    kept_fp32: bool = False
+    """fp32 in any precision."""
 
 
 def stage_memory(
@@ -93,7 +81,8 @@ def chunk_tensors(config: McaModelConfig, layout: ParallelSizes, chunk: Chunk) -
         if count:
             alone = shared and row.mca == "embedding.word_embeddings.weight"
             elements = math.prod(row.local_shape(config, *place.of(row)))
-            yield Tensors(elements, count, row.per_expert, alone, not row.mca.endswith("expert_bias"))
+            bias, fp32 = row.mca.endswith("expert_bias"), row.mca.endswith(KEPT_FP32)
+            yield Tensors(elements, count, row.per_expert, alone, not bias, fp32)
     vocabulary = padded_vocab_size(config.vocab_size, layout.tensor) // layout.tensor * config.hidden_size
     if chunk.mtp_layers and not chunk.embedding:
         yield Tensors(vocabulary, 1, alone=True)
@@ -111,19 +100,18 @@ def _stage(
 ) -> StageMemory:
     replicas = ranks // (layout.tensor * layout.pipeline)
     expert_replicas = ranks // (expert_tensor_size(layout) * layout.expert * layout.pipeline)
-    state = _MOMENTS_BYTES + _COPY_BYTES[training.precision]
     parameters = weights = gradients = optimizer = 0
     for chunk in chunks:
         tensors = list(chunk_tensors(config, layout, chunk))
         parameters += sum(t.elements * t.count for t in tensors)
         weights += sum(4 * t.elements * t.count for t in tensors if not t.trained)  # kept in fp32
-        for expert, shared_by in ((False, replicas), (True, expert_replicas)):
-            held = [t for t in tensors if t.expert == expert and t.trained]
-            elements = sum(t.elements * t.count for t in held)
-            buffer = _padded(held, shared_by) if training.distributed_optimizer else elements
-            weights += _WEIGHT_BYTES[training.precision] * buffer
-            gradients += _GRADIENT_BYTES * buffer
-            optimizer += -(-state * elements // shared_by) if training.distributed_optimizer else state * elements
+        for buffer in _buffers(tensors, training):
+            shared_by = (expert_replicas if buffer.expert else replicas) if training.distributed_optimizer else 1
+            elements = sum(t.elements * t.count for t in buffer.tensors)
+            padded = _padded(buffer.tensors, shared_by) if training.distributed_optimizer else elements
+            weights += WEIGHT_BYTES[buffer.precision] * padded
+            gradients += _GRADIENT_BYTES * padded
+            optimizer += -(-(_MOMENTS_BYTES + _COPY_BYTES[buffer.precision]) * elements // shared_by)
     return StageMemory(
         stage=stage,
         layers=sum(len(chunk.layers) for chunk in chunks),
@@ -131,8 +119,25 @@ def _stage(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=round(_activations(config, layout, training, stage, chunks)),
+        activations=round(activation_bytes(config, layout, training, stage, chunks)),
     )
+
+
+class _Buffer(NamedTuple):
+    """Trained tensors that Megatron lays end to end: of one dtype, shared by the same replicas."""
+
+    tensors: list[Tensors]
+    expert: bool
+    precision: Literal["bf16", "fp32"]
+
+
+def _buffers(tensors: list[Tensors], training: Training) -> Iterator[_Buffer]:
+    for expert in (False, True):
+        held = [t for t in tensors if t.expert == expert and t.trained]
+        for precision in ("bf16", "fp32"):
+            yield _Buffer(
+                [t for t in held if precision == ("fp32" if t.kept_fp32 else training.precision)], expert, precision
+            )
 
 
 def _padded(tensors: list[Tensors], replicas: int) -> int:
@@ -145,63 +150,3 @@ def _padded(tensors: list[Tensors], replicas: int) -> int:
 
 def _up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
-
-
-def _activations(
-    config: McaModelConfig, layout: ParallelSizes, training: Training, stage: int, chunks: tuple[Chunk, ...]
-) -> float:
-    """Bytes that the stage holds at the height of its schedule."""
-    element = _WEIGHT_BYTES[training.precision]
-    tokens = training.sequence_length * training.micro_batch_size / layout.context
-    split = layout.tensor if layout.sequence_parallel else 1
-    moe = set(config.moe_layers)
-    hidden = tokens * config.hidden_size / split * element
-    per_chunk, largest = [], 0.0
-    for chunk in chunks:
-        layers = [_layer(config, layout, training, tokens, i in moe) for i in chunk.layers]
-        layers += [_layer(config, layout, training, tokens, bool(moe))] * chunk.mtp_layers
-        largest = max([largest, *layers])
-        per_chunk.append(hidden * len(layers) if training.recompute == "full" else sum(layers))
-    held = sum(per_chunk) / len(chunks) * _in_flight(layout, stage, len(chunks))
-    if training.recompute == "full":
-        held += largest  # of the layer that is being computed again
-    heads = sum(chunk.head + chunk.mtp_layers for chunk in chunks)
-    # Input of the last norm and of the output layer; logits, and in fp32 their softmax.
-    held += heads * (
-        2 * hidden + tokens * padded_vocab_size(config.vocab_size, layout.tensor) / layout.tensor * (element + 4)
-    )
-    return held
-
-
-def _in_flight(layout: ParallelSizes, stage: int, chunks: int) -> int:
-    """Chunk passes whose backward pass is still to come: 1F1B, or its interleaved form (Narayanan et al. 2021, 2.2)."""
-    if chunks == 1:
-        return layout.pipeline - stage
-    return 2 * (layout.pipeline - stage - 1) + (chunks - 1) * layout.pipeline + 1
-
-
-def _layer(config: McaModelConfig, layout: ParallelSizes, training: Training, tokens: float, experts: bool) -> float:
-    """Bytes that one layer keeps for one micro batch."""
-    split = layout.tensor if layout.sequence_parallel else 1
-    element = _WEIGHT_BYTES[training.precision]
-    own = 4 * config.hidden_size / split  # both norms' inputs and outputs
-    per_token = element * (own + _attention(config, layout))
-    if training.recompute == "none":
-        per_token += 4 * config.num_attention_heads / layout.tensor  # statistics of the softmax
-    if not experts:
-        return tokens * (per_token + element * 3 * config.ffn_hidden_size / layout.tensor)  # gate, up, product
-    moe, tensor = config.moe, expert_tensor_size(layout)
-    per_token += element * 3 * (moe.shared_ffn_hidden_size or 0) / layout.tensor
-    per_token += 4 * moe.num_experts / split  # scores of the router
-    routed = moe.topk * tensor / split
-    return tokens * (per_token + element * routed * (2 * config.hidden_size + 3 * moe.ffn_hidden_size / tensor))
-
-
-def _attention(config: McaModelConfig, layout: ParallelSizes) -> float:
-    """Elements per token: queries, keys, values and what comes out of them."""
-    latent = config.latent_attention
-    if latent is None:
-        return 2 * (config.query_size + config.kv_size) / layout.tensor
-    heads = config.num_attention_heads / layout.tensor
-    latents = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_rope_head_dim
-    return 2 * latents + heads * 2 * (latent.qk_head_dim + latent.v_head_dim)
