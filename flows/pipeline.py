@@ -13,13 +13,14 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
+from flows.gpu import occupying
 from flows.graph import Artifacts, StageName, nodes_of, start_of
 from flows.preflight import check_model, check_pending, check_recipe, check_space
 from flows.recipe import PipelineConfig
 from flows.report import publish_report
 from flows.reporting import StageReporter
 from tasks.process import terminate_all
-from tasks.stage import Outcome, ensure
+from tasks.stage import Outcome, at_once, ensure
 from tasks.store import ArtifactStore
 
 
@@ -88,8 +89,11 @@ def _outcome(state: State[Outcome]) -> Outcome:
 def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
     reporter = StageReporter(stage, get_run_logger())
     store = ArtifactStore(config.store.path)
+    occupy = occupying(config.launcher, reporter) if stage == "train" else at_once
     try:
-        outcome = ensure(store, nodes_of(config)[stage].build(inputs), refresh=refresh, reporter=reporter)
+        outcome = ensure(
+            store, nodes_of(config)[stage].build(inputs), refresh=refresh, reporter=reporter, occupy=occupy
+        )
     except BaseException as error:
         reporter.failed(error)
         raise

@@ -121,15 +121,17 @@ def terminate_all() -> None:
     cancel.cancel_all()
 
 
-def kill_tagged(tag: str) -> list[int]:
-    """SIGKILL every process that carries the tag, and wait until they are gone. Returns their pids."""
+def kill_tagged(tag: str, variable: str = TAG) -> list[int]:
+    """SIGKILL every process that carries the tag in its environment, but this one and those it descends from, and wait
+    until they are gone. Returns their pids.
+    """
     import psutil
 
     mine = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     victims = []
     for process in psutil.process_iter():
         try:
-            if process.pid not in mine and process.environ().get(TAG) == tag:
+            if process.pid not in mine and process.environ().get(variable) == tag:
                 process.kill()
                 victims.append(process)
         except psutil.Error:

@@ -7,7 +7,8 @@ it may have finished), moves a damaged artifact to quarantine, lets the stage pr
 """
 
 import time
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from tasks.cancel import scope
@@ -26,14 +27,26 @@ __all__ = [
     "Hit",
     "Input",
     "Miss",
+    "Occupy",
     "Outcome",
     "Produced",
     "Reporter",
     "Stage",
     "StageContext",
+    "at_once",
     "ensure",
     "probe",
 ]
+
+
+type Occupy = Callable[[Callable[[], None]], AbstractContextManager[None]]
+"""Holds what a stage needs to compute, such as GPUs. While it waits for that, it calls its argument now and then, which
+raises when the run may go on no longer."""
+
+
+def at_once(check: Callable[[], None]) -> AbstractContextManager[None]:
+    """The stage needs nothing that others could hold."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -85,12 +98,14 @@ def ensure(
     refresh: bool = False,
     reporter: Reporter | None = None,
     run: Run | None = None,
+    occupy: Occupy = at_once,
 ) -> Outcome:
     """Serve the stage's artifact, or compute and publish it.
 
     Args:
         refresh: Compute even if the artifact is there; the old one is kept in quarantine when its content differs.
         run: The entry of the ledger that says who uses it; without one, a collection of garbage may take it any time.
+        occupy: Entered around the computing alone, with the lease in hand: not for what the store has.
 
     Raises:
         UserError: a mistake of the user, found by the stage or the store.
@@ -100,7 +115,7 @@ def ensure(
     report = reporter or LogReporter(stage.name)
     stage = stage.resolve(store, report)
     payload = key_payload(stage)
-    outcome = _ensure(store, stage, payload, refresh, report, run, started)
+    outcome = _ensure(store, stage, payload, refresh, report, run, occupy, started)
     if run is not None:
         run.used(stage.name, outcome.artifact.key, cached=outcome.cached, seconds=outcome.seconds)
     return outcome
@@ -113,6 +128,7 @@ def _ensure(
     refresh: bool,
     report: Reporter,
     run: Run | None,
+    occupy: Occupy,
     started: float,
 ) -> Outcome:
     key = stage_key(payload)
@@ -141,7 +157,8 @@ def _ensure(
 
             if not refresh and at is None and (fetched := fetch(store, stage.name, key, lease, check, report)):
                 return Outcome(fetched, True, time.monotonic() - started, "")
-            artifact = compute(store, stage, payload, key, lease, check, report, replace=refresh)
+            with occupy(check):
+                artifact = compute(store, stage, payload, key, lease, check, report, replace=refresh)
             if store.remote is not None and at is None:
                 store.remote.push(artifact, report)
     return Outcome(artifact, False, time.monotonic() - started, reason)
