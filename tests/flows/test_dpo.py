@@ -11,6 +11,8 @@ from flows.recipe import PipelineConfig
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
+
 CHANGES = {
     "dataset": {"ranking": True, "packing": True, "eval_fraction": 0.05},
     "training": {"stage": "dpo", "max_steps": 6, "learning_rate": 2e-3, "warmup_ratio": 0.0, "global_batch_size": 4},

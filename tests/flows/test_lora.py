@@ -11,6 +11,8 @@ from flows.recipe import PipelineConfig
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
+
 ADAPTER = {"adapter_config.json", "adapter_model.safetensors"}
 
 
@@ -46,6 +48,7 @@ def logits(base: Path, adapter: Path | None = None):
 def test_a_lora_run_shares_the_model_learns_and_gives_an_adapter_and_a_merged_model(run: Run):
     config = changed(run)
     outcomes = pipeline(config).outcomes
+    # As of every changed training: what comes before it is taken from the store.
     assert {name for name, outcome in outcomes.items() if outcome.cached} == {"download", "dataset", "convert"}
     artifacts = {name: outcome.artifact for name, outcome in outcomes.items()}
     trained, exported = artifacts["train"], artifacts["export"].path

@@ -19,6 +19,8 @@ from mca_lib.evaluation.report import comparison
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
+
 
 def task_states(state: State) -> dict[str, str]:
     """Names of the final states of the flow run's tasks; with a retry, of its last attempt."""
@@ -66,11 +68,6 @@ def test_a_run_leaves_its_evaluation_and_its_stages_in_prefect(run: Run):
             artifact_filter=ArtifactFilter(flow_run_id={"any_": [state.state_details.flow_run_id]})
         )
     assert {artifact.key for artifact in found} == {"evaluation", "run"}
-
-
-def test_a_changed_training_trains_again_and_nothing_before_it(run: Run):
-    result = pipeline(run.with_fields(training={"max_steps": 1}))
-    assert computed(result) == {"train", "export", "evaluate"}
 
 
 def test_a_damaged_conversion_is_computed_again_and_training_is_not(run: Run):

@@ -24,13 +24,15 @@ from tasks.train import TrainStage
 from tasks.training_config import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig
 from tests.mca_lib.trainers.training import make_model, make_store
 
+pytestmark = pytest.mark.usefixtures("forked_jobs")
+
 TRAINING = TrainingConfig(
     global_batch_size=4,
-    num_train_epochs=4,
+    num_train_epochs=2,
     learning_rate=5e-3,
     precision="fp32",
     save_steps=2,
-    save_keep_every=16,
+    save_keep_every=8,
     seed=3,
     report_to=["tensorboard"],
 )
@@ -102,15 +104,15 @@ def test_the_artifact_is_a_checkpoint_with_the_figures_of_the_run(store, trained
     assert {"mca_config.json", "model"} <= {path.name for path in artifact.path.iterdir()}
     assert {"weights", "config"} <= set(artifact.parts)
     stats = artifact.record.stats
-    assert (stats["steps"], stats["world_size"], len(stats["peak_memory_mb"])) == (20, 2, 2)
+    assert (stats["steps"], stats["world_size"], len(stats["peak_memory_mb"])) == (10, 2, 2)
     assert stats["train_loss"] > stats["final_loss"]
     assert stats["preflight"]["seconds"] > 0
     events = store.root / ".runs" / f"train-{artifact.record.key}"
     assert len(list(events.glob("events.*"))) == 1, "they outlive the work folder"
     lines = [json.loads(line) for line in (events / "training_log.jsonl").read_text().splitlines()]
-    assert lines[-1]["step"] == 20
+    assert lines[-1]["step"] == 10
     assert (events / "logs" / "train.log").is_file()
-    assert [path.name for path in events.glob("checkpoint-*")] == ["checkpoint-16"]
+    assert [path.name for path in events.glob("checkpoint-*")] == ["checkpoint-8"]
 
 
 def test_layout_and_cadence_are_not_part_of_the_key_and_the_learning_rate_is(store, folder, trained):
