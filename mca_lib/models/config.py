@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
+from mca_lib.models.config_checks import check_hybrid, check_latent_attention
 from mca_lib.models.config_fields import from_json
+from mca_lib.models.config_files import CONFIG_NAME, is_mca_checkpoint, read_hf_config, read_json
+from mca_lib.models.config_json import parts_from_json
 from mca_lib.models.config_parts import (
     ROPE_TYPES,
     Experts,
@@ -24,7 +27,7 @@ from mca_lib.models.config_parts import (
     YarnRope,
     check_sizes,
 )
-from mca_lib.models.hybrid.pattern import ATTENTION, MAMBA, MLP, MOE, LayerMap, check_translatable
+from mca_lib.models.hybrid.pattern import ATTENTION, LATENT, MAMBA, MLP, LayerMap, check_translatable
 
 __all__ = [
     "CONFIG_NAME",
@@ -43,10 +46,10 @@ __all__ = [
     "read_json",
 ]
 
-CONFIG_NAME = "mca_config.json"
 FORMAT_VERSION = 2
 
 Dtype = Literal["float32", "bfloat16", "float16"]
+Activation = Literal["swiglu", "relu2"]
 SOURCE_FIELDS = ("source_dtype", "source_dtype_exceptions", "source_copies", "hf_config")
 """Fields that say how the source was written, and not what the model is."""
 
@@ -81,6 +84,8 @@ class McaModelConfig:
     """Rows of the source's embedding. Padding for tensor parallelism is never part of it."""
     max_position_embeddings: int
     norm_epsilon: float = 1e-6
+    rotary: bool = True
+    """Queries and keys rotate by their position; without, attention has none."""
     rotary_base: float = 10000.0
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
@@ -97,6 +102,8 @@ class McaModelConfig:
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
+    activation: Activation = "swiglu"
+    """Of MLPs and experts; `relu2` is relu(x)², without a gate."""
     qk_layernorm: bool = False
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
@@ -114,47 +121,18 @@ class McaModelConfig:
         for name in ("full_attention_layers", "source_copies"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.hybrid is not None:
-            self._check_hybrid(self.hybrid)
+            check_hybrid(self, self.hybrid)
         if self.num_attention_heads % self.num_query_groups:
             raise ModelError(
                 f"model config: {self.num_attention_heads} attention heads do not divide into "
                 f"{self.num_query_groups} key/value heads"
             )
         if self.latent_attention is not None:
-            self._check_latent()
+            check_latent_attention(self)
         elif self.kv_channels % 2:
             raise ModelError(
                 f"model config: head size kv_channels={self.kv_channels} (head_dim) is odd; channels rotate in pairs"
             )
-
-    def _check_latent(self) -> None:
-        """Every head has a key and a value of its own; and of the scalings Megatron's latent attention has not all."""
-        if self.num_query_groups != self.num_attention_heads:
-            raise ModelError(
-                f"model config: num_query_groups={self.num_query_groups} (num_key_value_heads) must be "
-                f"num_attention_heads={self.num_attention_heads} with latent attention"
-            )
-        rope = self.rope_scaling
-        if rope is None:
-            return
-        supported = "latent attention has yarn, with truncate true, alone"
-        if not isinstance(rope, YarnRope):
-            raise ModelError(f"model config: rope_scaling: {type(rope).__name__} is not supported; {supported}")
-        if not rope.truncate:
-            raise ModelError(f"model config: rope_scaling: truncate=False is not supported; {supported}")
-        if rope.factor <= 1 and rope.attention_factor not in (None, 1):
-            raise ModelError(
-                f"model config: rope_scaling: attention_factor={rope.attention_factor} with factor={rope.factor} is "
-                "not supported: latent attention has no attention factor where the factor is not greater than 1"
-            )
-
-    def _check_hybrid(self, hybrid: HybridLayers) -> None:
-        if len(hybrid.pattern) != self.num_layers:
-            raise ModelError(f"model config: num_layers={self.num_layers}, and hybrid.pattern={hybrid.pattern!r}")
-        if self.moe_layers != tuple(i for i, symbol in enumerate(hybrid.pattern) if symbol == MOE):
-            raise ModelError(f"model config: moe.layers={self.moe_layers} are not the E of {hybrid.pattern!r}")
-        if self.mtp_num_layers:
-            raise ModelError("model config: a hybrid has no multi-token prediction (mtp_num_layers)")
 
     # Sizes that the weight tables name.
 
@@ -185,6 +163,11 @@ class McaModelConfig:
         return 2 * self.hidden_size
 
     @property
+    def gated(self) -> bool:
+        """MLPs and experts have a gate."""
+        return self.activation == "swiglu"
+
+    @property
     def untied(self) -> bool:
         """The output layer has a weight of its own."""
         return not self.tie_word_embeddings
@@ -205,14 +188,14 @@ class McaModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        return tuple(range(self.num_layers)) if self.hybrid is None else self._layers_of(ATTENTION)
+        return tuple(range(self.num_layers)) if self.hybrid is None else self._layers_of(ATTENTION, LATENT)
 
     @property
     def mamba_layers(self) -> tuple[int, ...]:
         return () if self.hybrid is None else self._layers_of(MAMBA)
 
-    def _layers_of(self, symbol: str) -> tuple[int, ...]:
-        return tuple(i for i, found in enumerate(self.hybrid.pattern) if found == symbol)
+    def _layers_of(self, *symbols: str) -> tuple[int, ...]:
+        return tuple(i for i, symbol in enumerate(self.hybrid.pattern) if symbol in symbols)
 
     @property
     def stacked_layers(self) -> bool:
@@ -249,15 +232,19 @@ class McaModelConfig:
 
     @property
     def transformer(self) -> Self:
-        """The transformer that `with_hybrid` made this hybrid of; a transformer is its own."""
+        """The transformer that `with_hybrid` made this hybrid of; a transformer is its own.
+
+        Of a pattern that no transformer becomes, one with as many layers as the hybrid has attention or MLP layers.
+        """
         if self.hybrid is None:
             return self
         layers = self.layer_map
+        num_layers = max(len(layers.attention), len(layers.mlp), 1)
         return replace(
             self,
             hybrid=None,
-            num_layers=layers.num_transformer_layers,
-            moe=self.moe and replace(self.moe, layers=tuple(range(layers.num_transformer_layers))),
+            num_layers=num_layers,
+            moe=self.moe and replace(self.moe, layers=tuple(range(num_layers))),
             full_attention_layers=tuple(layers.transformer_layer[i] for i in self.full_attention_layers),
         )
 
@@ -283,14 +270,7 @@ class McaModelConfig:
         if version != FORMAT_VERSION:
             raise ConfigError(f"{where}: format_version {version!r} is not {FORMAT_VERSION}; convert the model again")
         try:
-            if isinstance(hybrid := values.get("hybrid"), dict) and hybrid.get("mamba") is not None:
-                mamba = from_json(Mamba2, hybrid["mamba"], f"{where}: hybrid: mamba")
-                values["hybrid"] = {**hybrid, "mamba": mamba}
-            for name, part in (("latent_attention", LatentAttention), ("moe", Experts), ("hybrid", HybridLayers)):
-                if values.get(name) is not None:
-                    values[name] = from_json(part, values[name], f"{where}: {name}")
-            if values.get("rope_scaling") is not None:
-                values["rope_scaling"] = _rope(values["rope_scaling"], f"{where}: rope_scaling")
+            values |= parts_from_json(values, where)
             config = from_json(cls, values, where)
             check_config(config)
         except ModelError as e:
@@ -316,37 +296,3 @@ class McaModelConfig:
         from mca_lib.models.registry import config_from_hf
 
         return config_from_hf(read_hf_config(directory))
-
-
-def is_mca_checkpoint(directory: str | Path) -> bool:
-    """Is this an MCA checkpoint directory (rather than a Hugging Face one)?"""
-    return Path(directory, CONFIG_NAME).is_file()
-
-
-def read_hf_config(directory: str | Path) -> dict[str, Any]:
-    """The config.json of a Hugging Face model directory. Raises ModelError where there is none."""
-    path = Path(directory, "config.json")
-    if not path.is_file():
-        raise ModelError(f"{directory}: neither {CONFIG_NAME} nor config.json; give the directory of a model")
-    return read_json(path, ModelError)
-
-
-def read_json(path: Path, error: type[Exception]) -> dict[str, Any]:
-    """A JSON object from a file; `error` names the file when it is not one."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
-        raise error(f"{path}: not readable as JSON ({e})") from e
-    if not isinstance(value, dict):
-        raise error(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
-
-
-def _rope(values: Any, where: str) -> RopeScaling:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where} must be an object, found {values!r:.80}")
-    values = dict(values)
-    kind = values.pop("rope_type", None)
-    if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ConfigError(f"{where}: rope_type {kind!r:.80} is not one of {', '.join(ROPE_TYPES)}")
-    return from_json(ROPE_TYPES[kind], values, where)

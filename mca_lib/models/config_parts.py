@@ -181,6 +181,8 @@ class Mamba2:
     conv_kernel: int = 4
     chunk_size: int = 128
     """Tokens that a kernel takes at once; the result does not depend on it."""
+    norm_epsilon: float = 1e-5
+    """Of the gated norm."""
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "head_dim", "state_size", "num_groups", "conv_kernel", "chunk_size")

@@ -88,7 +88,7 @@ class LayerMap:
     @cached_property
     def attention(self) -> tuple[int, ...]:
         """Hybrid layer of the attention of each transformer layer."""
-        return tuple(i for i, symbol in enumerate(self.layers) if symbol == ATTENTION)
+        return tuple(i for i, symbol in enumerate(self.layers) if symbol in (ATTENTION, LATENT))
 
     @cached_property
     def mlp(self) -> tuple[int, ...]:
