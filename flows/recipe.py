@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from mca_lib.errors import ConfigError
+from mca_lib.models.hybrid.pattern import MAMBA
 from tasks.checkpoint_config import CheckpointConfig, checkpoint_problems
 from tasks.dataset import DatasetConfig
 from tasks.download import ModelConfig
@@ -94,10 +95,10 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
     yield from launcher_problems(config.launcher)
     yield from training_problems(training, config.parallel, config.launcher)
     yield from preference_problems(training, config.dpo)
-    if config.checkpoint.kind == "hybrid" and training.finetuning_type == "lora" and config.export.lora == "adapter":
+    if training.finetuning_type == "lora" and MAMBA in (config.checkpoint.pattern or ""):
         yield (
-            "export.lora: the adapter alone belongs to the translated hybrid, which the evaluation does not have as a "
-            "Hugging Face model; use merged or both"
+            "training.finetuning_type: lora would leave the fresh Mamba layers of checkpoint.pattern untrained, which "
+            "have no adapters; use full, with training.freeze: [transformer] to train them alone"
         )
     held_out = bool(dataset.eval_files) or dataset.eval_fraction > 0
     if training.eval_steps and not held_out:

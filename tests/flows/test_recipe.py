@@ -104,10 +104,11 @@ def test_options_of_training_that_do_not_go_together(tmp_path: Path, overrides: 
     assert f"training.{message}" in str(caught.value)
 
 
-def test_an_adapter_alone_is_refused_for_a_hybrid_which_the_evaluation_has_not(tmp_path: Path):
-    overrides = ["checkpoint={kind: hybrid, pattern: M*-}", "training.finetuning_type=lora", "export.lora=adapter"]
-    with pytest.raises(ConfigError, match=r"export\.lora: the adapter alone belongs to the translated hybrid"):
-        load_recipe(write(tmp_path / "recipe.yaml", MINIMAL), overrides)
+def test_adapters_are_refused_where_they_would_leave_fresh_layers_untrained(tmp_path: Path):
+    recipe, lora = write(tmp_path / "recipe.yaml", MINIMAL), "training.finetuning_type=lora"
+    with pytest.raises(ConfigError, match=r"training\.finetuning_type: lora would leave the fresh Mamba layers"):
+        load_recipe(recipe, ["checkpoint={kind: hybrid, pattern: M*-}", lora])
+    load_recipe(recipe, ["checkpoint={kind: hybrid, pattern: '*-'}", lora])
 
 
 def test_evaluations_without_held_out_rows_are_refused(tmp_path: Path):
