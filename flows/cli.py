@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from flows.store_cli import register
+from flows import operate_cli, store_cli
 
 app = typer.Typer(
     name="mcaflow",
@@ -252,7 +252,8 @@ def inspect(
     inspect_model(model, layout, training, ranks=ranks, data=data, as_json=as_json)
 
 
-register(app)
+store_cli.register(app)
+operate_cli.register(app)
 
 
 def main() -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import httpx
 from prefect.client.base import ServerType, determine_server_type
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.server.api.server import SubprocessASGIServer
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME
 
 from mca_lib.errors import ConfigError
 from tasks import guardian
@@ -57,12 +59,35 @@ def provide_server() -> None:
         ) from error
 
 
+def require_server() -> str:
+    """URL of the configured server, which answers and lets us in.
+
+    Raises:
+        ConfigError: none is configured, it does not answer, or it wants other credentials.
+    """
+    url = PREFECT_API_URL.value()
+    if determine_server_type() == ServerType.EPHEMERAL or not url:
+        raise ConfigError(
+            "PREFECT_API_URL: not set; start a server (mcaflow server up), then "
+            "export PREFECT_API_URL=http://127.0.0.1:4200/api"
+        )
+    _require_answer(url)
+    return url
+
+
 def _require_answer(url: str | None) -> None:
     try:
         httpx.get(f"{url}/health", timeout=10)
+        # Its health is never asked for credentials.
+        with get_client(sync_client=True) as client:
+            client.api_version()
+    except PrefectHTTPStatusError as error:
+        given = "are not accepted" if PREFECT_API_AUTH_STRING.value() else "are missing"
+        hint = f"the credentials in PREFECT_API_AUTH_STRING {given}" if error.response.status_code == 401 else error
+        raise ConfigError(f"PREFECT_API_URL: the server at {url} refuses: {hint}") from None
     except httpx.HTTPError as error:
         raise ConfigError(
-            f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it (prefect server start), or unset "
+            f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it (mcaflow server up), or unset "
             "the variable to run with a temporary one"
         ) from None
 
