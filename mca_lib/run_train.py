@@ -13,11 +13,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from mca_lib.errors import ConfigError, DataError, ModelError
+from mca_lib.data.collator import data_collator_wrapper as data_collator_wrapper
+from mca_lib.errors import ConfigError, DataError
+from mca_lib.model_download import download_model
 from mca_lib.progress import ProgressHandler
 from mca_lib.rank_process import as_user_error, die_with_launcher, report_failure
 from mca_lib.trainers.arguments import (
@@ -42,34 +44,6 @@ type Arguments = tuple[
     GeneratingArguments,
     UseMcaArguments,
 ]
-
-
-def download_model(model_name_or_path: str, local_dir: str | None = None) -> str:
-    """A local directory with the model: itself, or a snapshot from the hub (ModelScope with USE_MODELSCOPE=1).
-
-    Callers on one machine download once: the others wait at a lock and find the files.
-
-    Raises:
-        ModelError: the path does not exist, or the hub has no such model or cannot be reached.
-    """
-    if os.path.isdir(model_name_or_path):
-        return model_name_or_path
-    if model_name_or_path.startswith((".", "/", "~")):
-        raise ModelError(f"model_name_or_path={model_name_or_path!r} is not a directory")
-    from filelock import FileLock
-
-    cache = Path(os.environ.get("MCAFLOW_CACHE", "~/.cache/mcaflow")).expanduser() / "locks"
-    cache.mkdir(parents=True, exist_ok=True)
-    with FileLock(cache / f"{model_name_or_path.replace('/', '--')}.lock"):
-        if os.environ.get("USE_MODELSCOPE", "0").lower() in ("1", "true"):
-            from modelscope import snapshot_download
-        else:
-            from huggingface_hub import snapshot_download
-        try:
-            return snapshot_download(model_name_or_path, local_dir=local_dir)
-        except Exception as error:  # the hubs' clients raise their HTTP library's errors, their own, and OSError
-            reason = " ".join(str(error).split())
-            raise ModelError(f"model_name_or_path={model_name_or_path!r} cannot be downloaded: {reason}") from error
 
 
 def get_args(argv: Sequence[str] | None = None) -> Arguments:
@@ -104,25 +78,6 @@ def get_args(argv: Sequence[str] | None = None) -> Arguments:
         raise ConfigError(f"{argv[0] if argv else 'arguments'}: {' '.join(str(error).split())}") from None
     check_ranges(parsed[0])
     return parsed
-
-
-def data_collator_wrapper(
-    data_collator: Callable[[list[dict[str, Any]]], Mapping[str, Any]],
-) -> Callable[[list[dict[str, Any]]], Mapping[str, Any]]:
-    """Shift for next-token prediction, before collating: labels lose their first token, all else its last.
-
-    Megatron-Core compares logits at s with labels at s, while transformers' models shift by themselves. Rows of a
-    token store are shifted already and must not come here.
-    """
-
-    def wrapper(features: list[dict[str, Any]]) -> Mapping[str, Any]:
-        shifted = [
-            {name: values[1:] if name == "labels" else values[:-1] for name, values in feature.items()}
-            for feature in features
-        ]
-        return data_collator(shifted)
-
-    return wrapper
 
 
 def setup_lora_training(

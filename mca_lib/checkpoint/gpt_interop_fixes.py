@@ -1,13 +1,12 @@
 """Megatron-Core's reading of GPT checkpoints into hybrid models, and what it lacks (0.19.2).
 
-`megatron.core.dist_checkpointing.gpt_checkpoint_interop` points a hybrid's own sharded state at a GPT checkpoint. Two
-things go wrong with the distributed optimizer around it; `test_gpt_interop_fixes.py` fails once they no longer do.
+`megatron.core.dist_checkpointing.gpt_checkpoint_interop` points a hybrid's own sharded state at a GPT checkpoint.
+Two things go wrong with the distributed optimizer; `test_gpt_interop_fixes.py` fails once they no longer do.
 
 1. What the checkpoint does not have stays "as it is in the request", and a request for loading has zeros for the fp32
    masters: layers without a counterpart are dead, in fp32 at once and in bf16 from the first step. `request` asks with
    the values that the optimizer has.
-2. Parameter groups come with all settings of the GPT run, and are found by them: another learning rate is a KeyError,
-   and without one the old rates would be trained with. `with_own_settings` takes Adam's step alone.
+2. Parameter groups come with the settings of the GPT run, and are found by them: see `parameter_groups`.
 """
 
 from typing import Any
@@ -16,12 +15,10 @@ from megatron.core.dist_checkpointing.gpt_checkpoint_interop import (
     gpt_compatible_layer_maps,
     retarget_sharded_state_dict_to_gpt_checkpoint,
 )
-from megatron.core.optimizer.optimizer import MegatronOptimizer
 
 from mca_lib.checkpoint.training import sharded_state
 from mca_lib.models.hybrid.pattern import LayerMap
 from mca_lib.trainers.engine import Engine
-from mca_lib.trainers.optimizer import optimizer_parts
 
 
 def request(engine: Engine, layers: LayerMap | None, *, optimizer: bool) -> dict[str, Any]:
@@ -38,22 +35,3 @@ def request(engine: Engine, layers: LayerMap | None, *, optimizer: bool) -> dict
             if isinstance(part, dict):
                 retarget_sharded_state_dict_to_gpt_checkpoint(part, maps)
     return state
-
-
-def with_own_settings(loaded: dict[Any, Any], optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The optimizer's loaded state, with the parameter groups of this run at the step of the loaded ones."""
-    parts = optimizer_parts(optimizer)
-    if len(parts) > 1:
-        return {index: _with_own_groups(loaded[index], part) for index, part in enumerate(parts)}
-    return _with_own_groups(loaded, parts[0])
-
-
-def _with_own_groups(loaded: dict[str, Any], part: MegatronOptimizer) -> dict[str, Any]:
-    if part.optimizer is None:
-        return loaded
-    # One for all groups: Megatron counts so, and leaves it out of those without a weight on the rank that wrote.
-    steps = {group["step"] for group in loaded["optimizer"]["param_groups"] if "step" in group}
-    groups = part.state_dict()["optimizer"]["param_groups"]
-    for group in groups if steps else ():
-        group["step"] = max(steps)
-    return {**loaded, "optimizer": {**loaded["optimizer"], "param_groups": groups}}

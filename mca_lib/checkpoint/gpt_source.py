@@ -19,8 +19,9 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from mca_lib.checkpoint.collective import raise_everywhere
 from mca_lib.checkpoint.fsdp_dtensor import FsdpCheckpoint
 from mca_lib.checkpoint.fsdp_load import load_fsdp_dtensor
-from mca_lib.checkpoint.gpt_interop_fixes import request, with_own_settings
+from mca_lib.checkpoint.gpt_interop_fixes import request
 from mca_lib.checkpoint.model import translated_failures
+from mca_lib.checkpoint.parameter_groups import with_own_groups
 from mca_lib.checkpoint.source import Source
 from mca_lib.checkpoint.training import put_back, resume_random_states
 from mca_lib.errors import CheckpointError
@@ -60,7 +61,8 @@ def _load_torch_dist(source: Source, engine: Engine, layers: LayerMap | None) ->
     with translated_failures(source.tensors, "read"):
         loaded = dist_checkpointing.load(wanted, str(source.tensors))
     if has_optimizer:
-        loaded["optimizer"] = with_own_settings(loaded["optimizer"], engine.optimizer)
+        is_ours = bool(source.layout)
+        loaded["optimizer"] = with_own_groups(loaded["optimizer"], engine.optimizer, loss_scale=is_ours)
     else:
         loaded.pop("optimizer", None)  # what the checkpoint has of it beside tensors
     put_back(engine, loaded)

@@ -149,8 +149,7 @@ def _of_torch_dist(path: Path) -> Source:
     contents = TorchDist(path)
     common = load_common_state_dict(str(path))
     args = common.get("args")
-    layout = {"expert": getattr(args, "expert_model_parallel_size", 1)}
-    return Source(path, contents, int(common.get("iteration") or 0), dict(_megatron_run(args)), layout)
+    return Source(path, contents, int(common.get("iteration") or 0), dict(_megatron_run(args)))
 
 
 def _megatron_run(args: Any) -> Iterator[tuple[str, Any]]:

@@ -127,9 +127,3 @@ def _check_optimizer(source: Source, args: TrainingArguments, where: str) -> Non
             f"{where} was made with use_distributed_optimizer=False, and only the distributed optimizer's state goes "
             f"into another model; {instead}"
         )
-    saved, now = source.layout.get("expert", 1), args.expert_model_parallel_size
-    if (saved > 1) != (now > 1):
-        raise CheckpointError(
-            f"{where} was made with expert_model_parallel_size={saved}, this run has {now}: optimizer states go from "
-            f"one size above 1 to another, or stay at 1; use another size, or {instead}"
-        )

@@ -29,6 +29,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from mca_lib.checkpoint.buckets import places_without_padding
 from mca_lib.checkpoint.collective import from_rank_0
 from mca_lib.checkpoint.model import translated_failures
+from mca_lib.checkpoint.parameter_groups import with_own_groups
 from mca_lib.checkpoint.retention import BEST_PREFIX, PREFIX, STATE_FOLDER, STATE_NAME, numbered
 from mca_lib.checkpoint.sealed import find_damage, remove_leftovers, set_damaged_aside
 from mca_lib.errors import CheckpointError
@@ -82,9 +83,12 @@ def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
 def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
     """Put weights, moments, schedule and random states back; all ranks take part."""
     state = _read_state(path)
-    _check_optimizers(path, state.layout.get("expert", 1), layout(engine)["expert"])
+    if not engine.args.use_distributed_optimizer:
+        _check_optimizers(path, state.layout, layout(engine))
     with translated_failures(path / STATE_FOLDER, "read"):
         loaded = dist_checkpointing.load(sharded_state(engine, is_loading=True), str(path / STATE_FOLDER))
+    if engine.args.use_distributed_optimizer:
+        loaded["optimizer"] = with_own_groups(loaded["optimizer"], engine.optimizer)
     put_back(engine, loaded)
     engine.skipped_steps = loaded["skipped_steps"]
     engine.scheduler.step(increment=state.step - engine.skipped_steps)
@@ -123,14 +127,26 @@ def layout(engine: Engine) -> dict[str, int]:
     }
 
 
-def _check_optimizers(path: Path, saved: int, now: int) -> None:
-    """Megatron (0.19.2) has a second optimizer for experts that are spread over ranks, with a state of its own."""
-    if (saved > 1) != (now > 1):
+def _check_optimizers(path: Path, saved: Mapping[str, int], now: Mapping[str, int]) -> None:
+    """Megatron (0.19.2) has a second optimizer for experts that are spread otherwise than the other weights.
+
+    The state of one that is not distributed goes into as many optimizers as it is of.
+    """
+    if _spreads_experts(saved) != _spreads_experts(now):
+        shown = [f"expert={sizes.get('expert', 1)} expert tensor={_expert_tensor(sizes)}" for sizes in (saved, now)]
         raise CheckpointError(
-            f"{path} was made with expert_model_parallel_size={saved}, this run has {now}: optimizer states go from "
-            f"one size above 1 to another, or stay at 1; use the old size (parallel.expert of a recipe), or remove "
-            f"{path.parent} to train from the beginning"
+            f"{path} was made with {shown[0]}, this run has {shown[1]}: without use_distributed_optimizer a training "
+            f"does not go on across that; use the old sizes (parallel of a recipe), or remove {path.parent} to train "
+            "from the beginning"
         )
+
+
+def _spreads_experts(sizes: Mapping[str, int]) -> bool:
+    return sizes.get("expert", 1) > 1 or _expert_tensor(sizes) != sizes.get("tensor", 1)
+
+
+def _expert_tensor(sizes: Mapping[str, int]) -> int:
+    return sizes.get("expert tensor", sizes.get("tensor", 1))
 
 
 def sharded_state(engine: Engine, *, is_loading: bool, optimizer: bool = True) -> dict[str, Any]:

@@ -46,4 +46,4 @@ def test_megatrons_request_has_zeros_for_fresh_masters(ranks, source_folder, tmp
 
 def test_megatron_finds_parameter_groups_by_their_rates(ranks, source_folder, tmp_path):
     (said,) = ranks(1, load_with_another_rate, f"{source_folder}/dense", str(tmp_path), OPTIONS)
-    assert said.startswith("KeyError"), "Megatron finds them: `with_own_settings` may go if the rates stay this run's"
+    assert said.startswith("KeyError"), "Megatron finds them: `with_own_groups` may go if the rates stay this run's"

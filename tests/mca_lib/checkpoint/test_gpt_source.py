@@ -13,7 +13,7 @@ from mca_lib.checkpoint.sealed import find_damage
 from mca_lib.models.config import McaModelConfig
 from tests.mca_lib.checkpoint import source_training
 from tests.mca_lib.checkpoint.source_training import DENSE, EXPERTS, FRESH, MAMBA, OPTIONS, SAVED, STEPS, differences
-from tests.mca_lib.trainers.training import history, read_json, train
+from tests.mca_lib.trainers.training import history, read_json, stored_tensors, train
 
 TOLERANCE = 1e-6
 """Of a loss of about 4, relative, at another layout than the transformer's: some roundings in fp32."""
@@ -26,9 +26,9 @@ ROWS = {
         (2, {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
     ),
     "DP2 bf16 to CP2 bf16": ("dense", (2, {"bf16": True}), (2, {"bf16": True, "context_parallel_size": 2})),
-    "experts, EP2 to TP2 EP2": (
+    "experts, one rank to TP2 EP2": (
         "experts",
-        (2, {"expert_model_parallel_size": 2}),
+        (1, {}),
         (4, {"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}),
     ),
 }
@@ -118,6 +118,20 @@ def test_what_is_gone_on_with(ranks, source_folder, transformer, tmp_path, optio
     moments = [key for key in found.differing if ".exp_avg" in key]
     assert found.differing == moments, "weights and masters are the transformer's"
     assert bool(moments) == ("no_load_optim" in options)
+
+
+def test_replicas_of_another_precision_agree(ranks, source_folder, tmp_path):
+    """In fp32 a rank's masters are its share of the weights; the rest it has read is the checkpoint's bf16."""
+    places = f"{source_folder}/dense", f"{source_folder}/store"
+    ranks(1, train, *places, f"{tmp_path}/transformer", {**OPTIONS, "max_steps": SAVED, "bf16": True})
+    source = tmp_path / "transformer" / f"checkpoint-{SAVED}"
+    options = {**OPTIONS, "hybrid_layer_pattern": DENSE, "load_checkpoint": str(source), "finetune": True}
+    ranks(2, source_training.load_and_save, places[0], f"{tmp_path}/loaded", options)
+    stored = stored_tensors(tmp_path / "loaded" / f"checkpoint-{SAVED}" / "state")
+    masters = {key for key in stored if key.startswith("optimizer.state.param.")}
+    assert len(masters) == 26
+    for key in masters:
+        assert torch.equal(stored[key], stored[key.removeprefix("optimizer.state.param.")]), key
 
 
 def test_a_hybrid_run_resumes_its_own_checkpoints(ranks, source_folder, transformer, tmp_path):

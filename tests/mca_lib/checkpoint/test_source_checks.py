@@ -1,13 +1,17 @@
 """What a run cannot start from is refused before a model is built, with the reason and what to change."""
 
 import json
+import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mca_lib import run_train
 from mca_lib.checkpoint.sealed import RECORD_NAME, seal
 from mca_lib.checkpoint.source import open_source
 from mca_lib.checkpoint.source_checks import check_run, check_source, check_start
@@ -71,17 +75,11 @@ def test_an_optimizer_that_another_model_cannot_read(ranks, source_folder, trans
         check(source_folder / "dense", out, hybrid_layer_pattern=DENSE, no_load_optim=True)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"use_distributed_optimizer": False}, "this run has use_distributed_optimizer=False"),
-        ({"expert_model_parallel_size": 2}, "made with expert_model_parallel_size=1, this run has 2"),
-    ],
-)
-def test_a_run_whose_optimizer_is_of_another_kind(source_folder, transformer, options, message):
-    with pytest.raises(CheckpointError, match=message):
-        check(source_folder / "dense", transformer.checkpoint, hybrid_layer_pattern=DENSE, **options)
-    check(source_folder / "dense", transformer.checkpoint, hybrid_layer_pattern=DENSE, no_load_optim=True, **options)
+def test_an_optimizer_that_is_not_distributed(source_folder, transformer):
+    options = {"hybrid_layer_pattern": DENSE, "use_distributed_optimizer": False}
+    with pytest.raises(CheckpointError, match="this run has use_distributed_optimizer=False"):
+        check(source_folder / "dense", transformer.checkpoint, **options)
+    check(source_folder / "dense", transformer.checkpoint, no_load_optim=True, **options)
 
 
 def test_a_hybrid_does_not_go_back(ranks, source_folder, transformer, tmp_path):
@@ -94,6 +92,27 @@ def test_a_hybrid_does_not_go_back(ranks, source_folder, transformer, tmp_path):
     with pytest.raises(CheckpointError, match=r"of pattern 'M\*-\*-M\*-\*-', this run has '\*-\*-\*-\*-'"):
         check(source_folder / "dense", hybrid, hybrid_layer_pattern=DENSE)
     check(source_folder / "dense", hybrid, hybrid_layer_pattern=FRESH, **MAMBA)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hybrid_layer_pattern": "*-*-"}, "`mcaflow hybrid-pattern --layers 4` prints a pattern that fits"),
+        ({"hybrid_layer_pattern": DENSE, "stage": "dpo"}, "load_checkpoint goes with stage pt or sft"),
+        ({"hybrid_layer_pattern": DENSE, "finetuning_type": "lora"}, "load_checkpoint=.* no effect with .*'lora'"),
+    ],
+)
+def test_a_run_ends_with_status_2_before_ranks_meet(
+    source_folder, transformer, tmp_path, monkeypatch, capsys, options, message
+):
+    arguments = {"model_name_or_path": f"{source_folder}/dense", "token_store": f"{source_folder}/store"}
+    arguments |= {"output_dir": f"{tmp_path}/out", "load_checkpoint": str(transformer.checkpoint), **options}
+    (tmp_path / "arguments.json").write_text(json.dumps(arguments))
+    monkeypatch.setattr(sys, "argv", ["run_train", f"{tmp_path}/arguments.json"])
+    monkeypatch.setenv("MCAFLOW_RANK_ERRORS", str(tmp_path))
+    assert run_train._run() == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not torch.distributed.is_initialized()
 
 
 def test_settings_that_differ_are_named(transformer):
