@@ -1,8 +1,8 @@
 """How the ranks of a training get their memory on CPU: glibc keeps what they free, for the next step to use.
 
 As it comes, glibc gives every freed block of more than 32 MiB back to the kernel, and a step frees and takes the same
-logits and gradients again and again: each time the kernel hands out zeroed pages, one fault per 4 KiB. That was a tenth
-of a step in fp32 and a fifth in bf16 (docs/log.md, "Speed").
+logits and gradients again and again: each time the kernel hands out zeroed pages, one fault per 4 KiB. That was up to a
+fifth of a step (docs/log.md, "Speed").
 """
 
 import os
