@@ -89,7 +89,8 @@ def whole(stored, name):
 def of_a_run(state, pattern):
     """(kind, name in a transformer's checkpoint) → tensor of a training checkpoint of ours, but for fresh layers."""
     kinds = {"optimizer.state.param.": "master", "optimizer.state.exp_avg.": "exp_avg"}
-    kinds |= {"optimizer.state.exp_avg_sq.": "exp_avg_sq", "": "weight"}
+    # `fp32_param` where the optimizer is not distributed.
+    kinds |= {"optimizer.state.exp_avg_sq.": "exp_avg_sq", "optimizer.state.fp32_param.": "master", "": "weight"}
     found = {}
     for key, tensor in tensors(state).items():
         prefix = next(prefix for prefix in kinds if key.startswith(prefix))
