@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from mca_lib.verification.tiny import tiny_config
+from mca_lib.models.config import McaModelConfig
 
 
-def allocated(model_type: str, sizes: dict[str, Any], trainings: list[tuple[str, bool]]) -> list[dict[str, int]]:
+def allocated(config: McaModelConfig, sizes: dict[str, Any], trainings: list[tuple[str, bool]]) -> list[dict[str, int]]:
     """For each (precision, distributed optimizer): place of this rank, and bytes after one step."""
     from mca_lib.models.layout import ARGUMENTS
     from mca_lib.parallel import initialize_model_parallel
@@ -20,20 +20,19 @@ def allocated(model_type: str, sizes: dict[str, Any], trainings: list[tuple[str,
         )
         if not reports:
             initialize_model_parallel(args)
-        reports.append(_allocated(model_type, args))
+        reports.append(_allocated(config, args))
     return reports
 
 
-def _allocated(model_type: str, args: Any) -> dict[str, int]:
+def _allocated(config: McaModelConfig, args: Any) -> dict[str, int]:
     import torch
     from megatron.core import parallel_state
 
     from mca_lib.models import AutoModel
-    from mca_lib.models.registry import config_from_hf
     from mca_lib.trainers.engine import Engine
     from mca_lib.trainers.loss import TokenObjective
 
-    models = AutoModel.from_config(config_from_hf(tiny_config(model_type)), args)
+    models = AutoModel.from_config(config, args)
     engine = Engine(list(models), args, 1, TokenObjective())
     engine.optimizer.step()
     biases = [b for m in models for n, b in m.named_buffers() if n.endswith("expert_bias") and b is not None]

@@ -9,6 +9,7 @@ from mca_lib.adapters.targets import adapter_elements
 from mca_lib.models import flops
 from mca_lib.models.freeze import frozen_weights
 from mca_lib.models.registry import config_from_hf
+from tests.mca_lib.models.hybrid.configs import hybrid_config
 from tests.mca_lib.models.test_registry import BASE, BASES
 from tests.mca_lib.tiny_models import VARIANTS, hf_config
 
@@ -47,6 +48,33 @@ def test_formula_counts_what_torch_counts(ranks: Any, variant: str) -> None:
     expected = 2 * flops.matrix_elements(config) * batch * length + attention
     assert forward == expected
     assert backward == 2 * expected
+
+
+def test_mamba_layers_count_what_torch_counts_of_the_recurrence() -> None:
+    """Token by token: each head's state takes an outer product and is read; the convolution is torch's own."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config, tokens = hybrid_config("dense"), 3
+    mamba = config.hybrid.mamba
+    channels = mamba.inner_size + 2 * mamba.group_size
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(tokens):
+            x_HP1 = torch.ones(mamba.num_heads, mamba.head_dim, 1)
+            state_HPN = x_HP1 @ torch.ones(mamba.num_heads, 1, mamba.state_size)
+            state_HPN @ torch.ones(mamba.num_heads, mamba.state_size, 1)
+        taps = torch.ones(channels, 1, mamba.conv_kernel)
+        torch.nn.functional.conv1d(torch.ones(1, channels, tokens + mamba.conv_kernel - 1), taps, groups=channels)
+    assert len(config.mamba_layers) * counter.get_total_flops() == tokens * flops.mamba_flops_per_token(config)
+
+
+def test_a_hybrid_counts_its_transformer_and_its_mamba_layers() -> None:
+    hybrid = hybrid_config("dense")
+    mamba, lengths = hybrid.hybrid.mamba, np.array([5, 8])
+    projections = 32 * (2 * mamba.inner_size + 2 * mamba.group_size + mamba.num_heads) + 32 * mamba.inner_size
+    more = 3 * 13 * (2 * 2 * projections + flops.mamba_flops_per_token(hybrid))
+    assert flops.step_flops(hybrid, lengths) == flops.step_flops(hybrid.transformer, lengths) + more
+    assert flops.training_flops(hybrid, 10, 5) == flops.step_flops(hybrid, np.array([5, 5]))
 
 
 def test_attention_counts_the_pairs_that_a_query_sees() -> None:

@@ -8,12 +8,13 @@ import pytest
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout import Layout
+from mca_lib.models.layout_rules import chunks_of
 from mca_lib.models.memory import StageMemory, Training, chunk_tensors, stage_memory
-from mca_lib.models.pipeline import pipeline_chunks
 from mca_lib.models.registry import config_from_hf
 from mca_lib.models.size import local_parts
 from mca_lib.verification.tiny import TINY, tiny_config
 from tests.mca_lib.models import memory_ranks
+from tests.mca_lib.models.hybrid.configs import HYBRIDS, hybrid_config
 
 ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "one rank": ("qwen3", 1, {}),
@@ -29,6 +30,8 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"tensor": 2, "expert_tensor": 1, "sequence_parallel": True},
     ),
     "latent attention, expert biases, multi-token prediction": ("deepseek_v3", 2, {"expert": 2}),
+    "Mamba layers over two ranks": ("dense", 2, {"tensor": 2}),
+    "Mamba layers, and experts over two ranks": ("experts", 2, {"expert": 2}),
 }
 
 
@@ -38,9 +41,10 @@ TRAININGS = [("bf16", True), ("bf16", False), ("fp32", True), ("fp32", False)]
 
 @pytest.mark.parametrize("case", ON_RANKS)
 def test_bytes_are_those_that_the_engine_allocates(ranks: Any, case: str) -> None:
-    model_type, world_size, sizes = ON_RANKS[case]
-    config, layout = config_from_hf(tiny_config(model_type)), Layout(**sizes)
-    by_rank = ranks(world_size, memory_ranks.allocated, model_type, sizes, TRAININGS)
+    name, world_size, sizes = ON_RANKS[case]
+    config = hybrid_config(name) if name in HYBRIDS else config_from_hf(tiny_config(name))
+    layout = Layout(**sizes)
+    by_rank = ranks(world_size, memory_ranks.allocated, config, sizes, TRAININGS)
     for training, found in zip(TRAININGS, zip(*by_rank, strict=True), strict=True):
         foretold = stage_memory(config, layout, Training(*training), world_size)
         for report in found:
@@ -53,13 +57,12 @@ def test_bytes_are_those_that_the_engine_allocates(ranks: Any, case: str) -> Non
 
 
 def test_tensors_add_up_to_the_parameters_of_each_part() -> None:
-    for model_type in TINY:
-        config = config_from_hf(tiny_config(model_type))
+    for config in [*(config_from_hf(tiny_config(model_type)) for model_type in TINY), hybrid_config("experts")]:
         layout = Layout(pipeline=2)
-        for stage, chunks in enumerate(pipeline_chunks(config.num_layers, config.mtp_num_layers, layout)):
+        for stage, chunks in enumerate(chunks_of(config, layout)):
             tensors = [t for chunk in chunks for t in chunk_tensors(config, layout, chunk)]
             counted = sum(local_parts(config, layout, stage).values())
-            assert sum(t.elements * t.count for t in tensors) == counted, model_type
+            assert sum(t.elements * t.count for t in tensors) == counted, config.model_type
 
 
 @pytest.fixture
@@ -80,6 +83,16 @@ def test_activations_of_a_layer_are_the_papers_terms_for_this_architecture(confi
     layer = 8 * 32 + 4 * config.query_size + 4 * config.kv_size + 6 * 48 + 4 * 4
     difference = one_stage(two, sequence_length=tokens).activations - one_stage(one, sequence_length=tokens).activations
     assert difference == tokens * layer
+
+
+def test_activations_of_a_hybrid_are_those_of_its_parts() -> None:
+    """A layer's norm keeps 4h bytes per token; a Mamba layer beside it what is projected (2i + 2gn + heads) and twice
+    the recurrence's i outputs."""
+    hybrid = hybrid_config("dense")
+    tokens, mamba = 16, hybrid.hybrid.mamba
+    layer = 4 * 32 + 2 * (4 * mamba.inner_size + 2 * mamba.group_size + mamba.num_heads)
+    without = one_stage(hybrid.transformer, sequence_length=tokens).activations
+    assert one_stage(hybrid, sequence_length=tokens).activations - without == 2 * tokens * layer
 
 
 def test_activations_shrink_with_what_shares_them(config: McaModelConfig) -> None:
