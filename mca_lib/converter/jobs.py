@@ -104,7 +104,7 @@ def _convert(spec: dict[str, Any], progress: Progress, translation: Translation 
 
     def check(folder: Path, plan: Plan) -> dict[str, Any]:
         progress(len(plan.entries), len(plan.entries), doing="loading what was written, comparing its logits")
-        difference = _compare(folder, plan, ids, reference_SV)
+        difference = _compare(folder, plan, ids, reference_SV, silent=translation is not None)
         check_difference(difference, limit, str(model))
         return {"logits": difference.to_dict()}
 
@@ -150,8 +150,8 @@ def _check_memory(model: Path, config: McaModelConfig) -> None:
         )
 
 
-def _compare(folder: Path, plan: Plan, ids: list[int], reference_SV: Any) -> LogitsDifference:
-    """Load the checkpoint as a training run does, in one rank, and compare; fresh layers add nothing then."""
+def _compare(folder: Path, plan: Plan, ids: list[int], reference_SV: Any, *, silent: bool) -> LogitsDifference:
+    """Load the checkpoint as a training run does, in one rank, and compare; `silent`: its Mamba layers add nothing."""
     from mca_lib.checkpoint.model import load_model
     from mca_lib.checkpoint.verify import WEIGHTS_FOLDER
     from mca_lib.models.auto import class_of
@@ -165,7 +165,8 @@ def _compare(folder: Path, plan: Plan, ids: list[int], reference_SV: Any) -> Log
         models = VirtualModels(class_of(config), config, transformer_config(config, perform_initialization=False))
         ModelConverter(config).check_targets(models.models, plan)
         load_model(models.models, folder / WEIGHTS_FOLDER)
-        silence_fresh_layers(models.models)
+        if silent:
+            silence_fresh_layers(models.models)
         # Tokens that the source lacks have logits of their own, which change none of the others.
         return compare_logits(reference_SV, mca_logits(models, ids)[:, : reference_SV.shape[1]])
     finally:
