@@ -13,7 +13,7 @@ import os
 import random
 from dataclasses import dataclass, field
 
-from mca_lib.converter.mappings import TensorPlace
+from mca_lib.converter.mapping import TensorPlace
 from mca_lib.errors import ConfigError
 from mca_lib.models.layout import ARGUMENTS, Layout, model_ranks, rank_problems, size_problems, virtual_stages
 from mca_lib.platforms import install

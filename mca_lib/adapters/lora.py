@@ -43,7 +43,8 @@ from megatron.core.tensor_parallel.random import (
 )
 
 from mca_lib.adapters.targets import modules
-from mca_lib.converter.mappings import Row, Segment
+from mca_lib.converter.mapping import Segment
+from mca_lib.converter.mappings import Row
 from mca_lib.converter.plan import Entry
 from mca_lib.models.config import McaModelConfig
 from mca_lib.parallel import tensor_place

@@ -19,7 +19,7 @@ from mca_lib.models.families.quantization import block_size
 if TYPE_CHECKING:
     import torch
 
-    from mca_lib.converter.mappings import TensorSlice
+    from mca_lib.converter.mapping import TensorSlice
 
 DTYPE = "bfloat16"
 """Of a dequantized tensor."""

@@ -13,7 +13,7 @@ import torch
 from mca_lib.converter.block_scaled import BlockScaled, block_size, dequantized, scale_name
 from mca_lib.converter.file_tensor import FileTensor, ReadCounter
 from mca_lib.converter.headers import StoredTensor, check_against_index, read_layout, weight_files
-from mca_lib.converter.mappings import TensorSlice
+from mca_lib.converter.mapping import TensorSlice
 from mca_lib.converter.plan import TensorInfo
 from mca_lib.errors import ModelError
 from mca_lib.models.config import read_json

@@ -15,7 +15,7 @@ import torch
 from mca_lib.converter.casts import beyond, cast, is_finite, narrows
 from mca_lib.converter.file_tensor import FileTensor, Run
 from mca_lib.converter.hf_source import HfSource
-from mca_lib.converter.mappings import TensorPlace
+from mca_lib.converter.mapping import TensorPlace
 from mca_lib.converter.plan import Entry, Plan, TensorInfo, fresh_entries, make_plan
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig

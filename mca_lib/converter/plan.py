@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from mca_lib.converter import mappings
+from mca_lib.converter.mapping import Mapping as WeightMapping
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families.base import Family
@@ -35,7 +35,7 @@ class TensorInfo:
 class Entry:
     """One tensor of the Megatron model and the Hugging Face tensors that make it."""
 
-    mapping: mappings.Mapping
+    mapping: WeightMapping
     mca: str
     hf: tuple[str, ...]
 

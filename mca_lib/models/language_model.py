@@ -45,7 +45,7 @@ class McaLanguageModel(PretrainedModel):
         self.mca_config = mca_config
         self.adapters: Adapters | None = None
         """Of LoRA, which then are all that is trained; see `mca_lib.adapters`."""
-        if mca_config.latent_attention is None:
+        if mca_config.rotary and mca_config.latent_attention is None:
             frequencies = inverse_frequencies(mca_config.kv_channels, mca_config.rotary_base, mca_config.rope_scaling)
             self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
 
@@ -115,7 +115,7 @@ def model_arguments(mca_config: McaModelConfig, config: TransformerConfig, vp_st
         "post_process": is_vp_last_stage(vp_stage, chunks) and is_pp_last_stage(pipeline),
         "parallel_output": True,
         "share_embeddings_and_output_weights": mca_config.tie_word_embeddings,
-        "position_embedding_type": "rope",
+        "position_embedding_type": "rope" if mca_config.rotary else "none",
         "rotary_base": mca_config.rotary_base,
         "vp_stage": vp_stage,
     }

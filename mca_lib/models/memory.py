@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from mca_lib.converter.mappings import TensorPlace, padded_vocab_size
+from mca_lib.converter.mapping import TensorPlace
+from mca_lib.converter.mappings import padded_vocab_size
 from mca_lib.errors import ConfigError
 from mca_lib.models.activations import WEIGHT_BYTES, Training, activation_bytes
 from mca_lib.models.config import McaModelConfig

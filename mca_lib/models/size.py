@@ -10,7 +10,8 @@ import math
 from collections.abc import Iterator
 from operator import attrgetter
 
-from mca_lib.converter.mappings import Mapping, TensorPlace, Vocabulary, padded_vocab_size
+from mca_lib.converter.mapping import Mapping, TensorPlace
+from mca_lib.converter.mappings import Vocabulary, padded_vocab_size
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout import ParallelSizes, expert_tensor_size
 from mca_lib.models.layout_rules import chunks_of

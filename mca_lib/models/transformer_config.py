@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.activations import squared_relu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mca_lib.errors import ConfigError
@@ -62,8 +63,8 @@ def transformer_config(
         qk_layernorm=config.qk_layernorm or config.latent_attention is not None,
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
-        gated_linear_unit=True,
-        activation_func=F.silu,
+        gated_linear_unit=config.gated,
+        activation_func=F.silu if config.gated else squared_relu,
         attention_dropout=config.attention_dropout,
         softmax_scale=_softmax_scale(config),
         **_window(config),

@@ -19,7 +19,8 @@ import torch
 
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.converter.hf_source import HfSource
-from mca_lib.converter.mappings import TensorSlice, Vocabulary
+from mca_lib.converter.mapping import TensorSlice
+from mca_lib.converter.mappings import Vocabulary
 from mca_lib.converter.plan import TensorInfo
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.naming import checkpoint_parameters

@@ -86,6 +86,25 @@ TINY: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "rope_parameters": YARN_ROPE,
     },
+    "nemotron_h": {
+        "head_dim": 12,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "chunk_size": 16,
+        "time_step_min": 1e-9,  # see the family: transformers' limit is not the model's
+        "layer_norm_epsilon": 1e-3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "routed_scaling_factor": 2.5,
+    },
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 8,
@@ -132,7 +151,7 @@ def make_tiny(directory: Path, model_type: str, seed: int = 0) -> Path:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias"):
                 tensor.normal_(0, 0.3)
-            elif "norm" in name:
+            elif "norm" in name or name.endswith((".D", ".A_log")):
                 tensor.uniform_(0.5, 1.5)
     model.to(torch.float32).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)

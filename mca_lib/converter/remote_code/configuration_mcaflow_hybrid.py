@@ -54,6 +54,7 @@ class McaflowHybridConfig(PretrainedConfig):
         mamba_num_groups: int = 1,
         mamba_conv_kernel: int = 4,
         mamba_chunk_size: int = 128,
+        mamba_norm_eps: float = 1e-5,
         num_experts: int = 0,
         num_experts_per_tok: int = 2,
         moe_intermediate_size: int | None = None,
@@ -90,6 +91,7 @@ class McaflowHybridConfig(PretrainedConfig):
         self.mamba_num_groups = mamba_num_groups
         self.mamba_conv_kernel = mamba_conv_kernel
         self.mamba_chunk_size = mamba_chunk_size
+        self.mamba_norm_eps = mamba_norm_eps
         self.num_experts = num_experts
         self.num_experts_per_tok = num_experts_per_tok
         self.moe_intermediate_size = moe_intermediate_size or intermediate_size

@@ -27,7 +27,7 @@ CHUNK = 64
 class GatedRMSNorm(nn.Module):
     """RMSNorm of y · silu(z) over each group of channels on its own."""
 
-    def __init__(self, size: int, groups: int, epsilon: float = 1e-5) -> None:
+    def __init__(self, size: int, groups: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.groups, self.epsilon = groups, epsilon
@@ -55,7 +55,7 @@ class Mamba2(nn.Module):
         self.dt_bias = nn.Parameter(torch.zeros(self.heads))
         self.A_log = nn.Parameter(torch.zeros(self.heads))
         self.D = nn.Parameter(torch.ones(self.heads))
-        self.norm = GatedRMSNorm(self.inner, self.groups)
+        self.norm = GatedRMSNorm(self.inner, self.groups, config.mamba_norm_eps)
         self.out_proj = nn.Linear(self.inner, config.hidden_size, bias=False)
 
     def forward(

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any
 
-from mca_lib.converter.mappings import Mapping
+from mca_lib.converter.mapping import Mapping
 from mca_lib.errors import ModelError
 from mca_lib.models.config import SOURCE_FIELDS, Experts, HybridLayers, LatentAttention, Mamba2, McaModelConfig
 from mca_lib.models.families.field_types import check_types
+from mca_lib.models.families.layers import PatternRule
 from mca_lib.models.families.quantization import block_size
 from mca_lib.models.families.rope import DEFAULT_BASE, rope_from_hf, rope_to_hf
 from mca_lib.models.families.window import NO_WINDOW, WindowRule
@@ -122,7 +123,7 @@ class Family:
     copies: tuple[Copy, ...] = (TIED_HEAD,)
     ignored_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Tensors (regular expressions) that old checkpoints carry and that hold nothing learned."""
-    pattern: Callable[[HfConfig], str] | None = None
+    pattern: PatternRule | None = None
     """Of a Hugging Face model that is a hybrid itself; the tables have its kinds of layers, counted as there."""
 
     @property
@@ -196,6 +197,8 @@ class Family:
         hf.setdefault("model_type", self.model_type)
         if not hf.get("architectures"):
             hf["architectures"] = [self.architecture]
+        if self.pattern is not None:
+            hf = self.pattern.write(hf, config.hybrid.pattern)
         for f in self._fields_of(hf):
             part, _, dotted = f.targets[0].partition(".")
             if dotted and getattr(config, part) is None:
@@ -210,12 +213,12 @@ class Family:
 
     def _fields_of(self, hf: HfConfig) -> list[Field]:
         """Rows of the config table that a Hugging Face config has."""
-        symbols = "" if self.pattern is None else self.pattern(hf)
+        symbols = "" if self.pattern is None else self.pattern.read(hf)
         return [f for f in self.fields if f.layers is None or f.layers in symbols]
 
     def _hybrid_values(self, hf: HfConfig, values: dict[str, Any]) -> dict[str, Any]:
         """What follows from the pattern, and the sizes of Mamba layers in a part; `values` loses what no layer has."""
-        pattern = model_pattern(self.pattern(hf), "config.json: the pattern of the layers")
+        pattern = model_pattern(self.pattern.read(hf), "config.json: the pattern of the layers")
         for name in [name for name in values if name.startswith("moe.") and MOE not in pattern]:
             del values[name]
         found = {"num_layers": len(pattern), "hybrid.pattern": pattern}
@@ -226,9 +229,9 @@ class Family:
 
     def mappings(self, config: McaModelConfig) -> list[Mapping]:
         """Rows of the weight table that this config has."""
-        rows = [row for row in self.weights if row.layers is None or attrgetter(row.layers)(config)]
-        rows = [row for row in rows if row.when is None or attrgetter(row.when)(config)]
-        return rows if config.hybrid is None or self.hybrid else hybrid_rows(rows)
+        rows = self.weights if config.hybrid is None or self.hybrid else hybrid_rows(self.weights)
+        rows = [row for row in rows if row.layers is None or attrgetter(row.layers)(config)]
+        return [row for row in rows if row.when is None or attrgetter(row.when)(config)]
 
     def copies_of(self, config: McaModelConfig) -> dict[str, str]:
         """Name of every tensor that a source of this config may store a second time → the tensor that it must equal."""

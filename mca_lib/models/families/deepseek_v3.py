@@ -5,7 +5,8 @@ The multi-token prediction layers are stored as further layers, with a copy each
 
 from dataclasses import replace
 
-from mca_lib.converter.mappings import Column, Mapping, Replicated, Row
+from mca_lib.converter.mapping import Mapping
+from mca_lib.converter.mappings import Column, Replicated, Row
 from mca_lib.models.families.base import TIED_HEAD, Copy, Family, Field, HfConfig, Neutral
 from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, MLP, key_value_heads, replaced
 from mca_lib.models.families.moe import EXPERT_WEIGHTS, MOE_FIELDS, MOE_NEUTRAL, shared_expert_weights

@@ -16,6 +16,9 @@ _OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
     "decoder_sparse_step",
+    *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size"),
+    *("mamba_state_size", "mamba_num_groups", "mamba_conv_kernel", "mamba_chunk_size"),
+    "moe_shared_expert_intermediate_size",
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _COUNTS = (
@@ -67,6 +70,12 @@ _OBJECT = Kind("an object", lambda v: isinstance(v, dict))
 _TOKEN = Kind("an integer", _whole)
 _DTYPE = Kind("one of " + ", ".join(_DTYPES), lambda v: v in _DTYPES)
 
+_EPSILON = Kind(
+    "a positive number with a decimal point or an exponent",
+    lambda v: type(v) is float and math.isfinite(v) and v > 0,
+    nullable=False,
+)
+
 FIELD_TYPES: dict[str, Kind] = {
     **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), _SIZE),
     "max_position_embeddings": Kind(_SIZE.words, _SIZE.holds, nullable=False),
@@ -86,11 +95,7 @@ FIELD_TYPES: dict[str, Kind] = {
     "sliding_window": Kind("a number of tokens", lambda v: _whole(v) and v >= 0),
     "use_sliding_window": Kind("true or false", lambda v: isinstance(v, bool)),
     "max_window_layers": Kind("a number of layers", lambda v: _whole(v) and v >= 0),
-    "rms_norm_eps": Kind(
-        "a positive number with a decimal point or an exponent",
-        lambda v: type(v) is float and math.isfinite(v) and v > 0,
-        nullable=False,
-    ),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_epsilon", "mamba_norm_eps"), _EPSILON),
     "initializer_range": Kind(
         "a number from 0.0 to 1.0 with a decimal point", lambda v: type(v) is float and 0 <= v <= 1, nullable=False
     ),

@@ -7,10 +7,10 @@ mathematics. A layer is a norm and one of `self_attn`, `mlp` (dense, or experts)
 from dataclasses import replace
 
 from mca_lib.converter.mappings import QKV, GatedMLP, Replicated, Row, Vocabulary
-from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families.base import REQUIRED, Family, Field, HfConfig, Neutral
 from mca_lib.models.families.dense import DENSE_FIELDS
+from mca_lib.models.families.layers import PatternText
 from mca_lib.models.families.window import Window, WindowRule
 from mca_lib.models.hybrid.pattern import MAMBA, MOE
 from mca_lib.models.hybrid.weights import mamba_weights
@@ -91,13 +91,6 @@ AUTO_MAP = {
 _MAMBA = "hybrid.mamba."
 
 
-def _pattern(hf: HfConfig) -> str:
-    pattern = hf.get("hybrid_layer_pattern")
-    if not isinstance(pattern, str):
-        raise ModelError(f"config.json: hybrid_layer_pattern={pattern!r:.80} must be a text")
-    return pattern
-
-
 class ListedWindow(WindowRule):
     """A window, and a list of the layers without it."""
 
@@ -112,10 +105,9 @@ class ListedWindow(WindowRule):
 FAMILY = Family(
     model_type=MODEL_TYPE,
     architecture="McaflowHybridForCausalLM",
-    pattern=_pattern,
+    pattern=PatternText("hybrid_layer_pattern"),
     fields=(
         *(replace(field, default=REQUIRED) for field in DENSE_FIELDS if field.hf != "num_hidden_layers"),
-        Field("hybrid_layer_pattern", "hybrid.pattern"),
         Field("max_position_embeddings", "max_position_embeddings"),
         Field("head_dim", "kv_channels"),
         Field("attention_bias", "qkv_bias"),
@@ -128,6 +120,7 @@ FAMILY = Family(
         Field("mamba_num_groups", _MAMBA + "num_groups", layers=MAMBA),
         Field("mamba_conv_kernel", _MAMBA + "conv_kernel", layers=MAMBA),
         Field("mamba_chunk_size", _MAMBA + "chunk_size", layers=MAMBA),
+        Field("mamba_norm_eps", _MAMBA + "norm_epsilon", layers=MAMBA),
         Field("num_experts", "moe.num_experts", layers=MOE),
         Field("num_experts_per_tok", "moe.topk", layers=MOE),
         Field("moe_intermediate_size", "moe.ffn_hidden_size", layers=MOE),
@@ -151,5 +144,4 @@ def exported_config(config: McaModelConfig) -> McaModelConfig:
     if config.model_type == MODEL_TYPE:
         return config
     kept = {name: config.hf_config[name] for name in SOURCE if name in config.hf_config}
-    pattern = {"hybrid_layer_pattern": config.hybrid.pattern, "num_hidden_layers": config.num_layers}
-    return replace(config, model_type=MODEL_TYPE, hf_config=kept | pattern | {"auto_map": AUTO_MAP})
+    return replace(config, model_type=MODEL_TYPE, hf_config=kept | {"auto_map": AUTO_MAP})

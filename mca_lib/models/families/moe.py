@@ -1,6 +1,7 @@
 """What the families with experts have in common, beside what they share with the dense ones (`dense.py`)."""
 
-from mca_lib.converter.mappings import GatedMLP, Mapping, Replicated, Row
+from mca_lib.converter.mapping import Mapping
+from mca_lib.converter.mappings import GatedMLP, Replicated, Row
 from mca_lib.models.families.base import Field, HfConfig, Neutral
 from mca_lib.models.families.dense import DENSE_NEUTRAL
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch
 
-from mca_lib.converter.mappings import Shape
+from mca_lib.converter.mapping import Shape
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.hybrid.weights import KEPT_IN_FP32, MAMBA_WEIGHTS
 from mca_lib.models.naming import checkpoint_parameters

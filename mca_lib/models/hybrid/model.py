@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -31,6 +32,10 @@ class McaHybridModel(McaLanguageModel, HybridModel):
             hybrid_layer_pattern=segmented(mca_config.hybrid.pattern, config),
             **model_arguments(mca_config, config, vp_stage),
         )
+        if mca_config.hybrid.mamba is not None:
+            for layer in self.decoder.layers:
+                if isinstance(layer, MambaLayer):  # Megatron's mixer has no argument for it (megatron-core 0.19.2)
+                    layer.mixer.norm.eps = mca_config.hybrid.mamba.norm_epsilon
         self._finish_init(mca_config)
 
     def _packed(self, packed: PackedSeqParams, length: int) -> PackedSeqParams:

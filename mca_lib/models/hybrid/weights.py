@@ -7,7 +7,8 @@ transformer got have names of `families.mcaflow_hybrid` in an export, and none i
 from collections.abc import Iterable
 from dataclasses import replace
 
-from mca_lib.converter.mappings import Column, Mapping, Packed, Replicated, Row
+from mca_lib.converter.mapping import Mapping
+from mca_lib.converter.mappings import Column, Packed, Replicated, Row
 from mca_lib.models.hybrid.names import HYBRID_NORM, TRANSFORMER_NORM
 
 _MCA = "decoder.layers.{layer}.mixer."

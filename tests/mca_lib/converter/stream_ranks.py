@@ -41,7 +41,8 @@ def load_with_a_gap_in_the_table(directory: Path) -> None:
     """With a row that leaves the last element of every norm of the layers unset."""
     import dataclasses
 
-    from mca_lib.converter.mappings import Replicated, Segment
+    from mca_lib.converter.mapping import Segment
+    from mca_lib.converter.mappings import Replicated
     from mca_lib.converter.stream import convert_hf
     from mca_lib.models.registry import FAMILIES
 

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from mca_lib.converter.mappings import QKV, Mapping, Replicated, padded_vocab_size
+from mca_lib.converter.mapping import Mapping
+from mca_lib.converter.mappings import QKV, Replicated, padded_vocab_size
 from mca_lib.models.registry import FAMILIES, config_from_hf
 from tests.mca_lib.models.test_registry import BASE
 

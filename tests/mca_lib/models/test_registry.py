@@ -30,6 +30,7 @@ BASES["mixtral"] |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 BASES["qwen2_moe"] |= {"num_experts": 4, **_EXPERTS}
 BASES["qwen3_moe"] |= {"num_experts": 4, **_EXPERTS}
 BASES["deepseek_v3"] |= {"n_routed_experts": 16, "n_group": 8, "topk_group": 1, "num_key_value_heads": 6, **_EXPERTS}
+BASES["nemotron_h"] |= {"layers_block_type": ["mamba", "mlp", "attention", "moe", "linear_attention", "full_attention"]}
 
 REFUSED = {
     "hidden_act": "gelu",
@@ -58,6 +59,20 @@ REFUSED = {
     "topk_method": "greedy",
     "moe_layer_freq": 2,
     "is_causal": False,
+    "tie_word_embeddings": True,
+    "mlp_hidden_act": "silu",
+    "mamba_hidden_act": "gelu",
+    "use_bias": True,
+    "mamba_proj_bias": True,
+    "use_conv_bias": False,
+    "mamba_conv_bias": False,
+    "time_step_limit": [0.001, 10.0],
+    "mamba_dt_limit": [0.001, 10.0],
+    "sliding_window": 17,
+    "residual_in_fp32": True,
+    "hidden_dropout": 0.1,
+    "moe_latent_size": 16,
+    "num_nextn_predict_layers": 1,
 }
 """Field of a `Neutral` rule → a value that changes the mathematics."""
 
