@@ -27,6 +27,13 @@ def translate(
     return job({**spec, "fresh_layers": fresh_layers, "max_logits_difference": limit}, lambda *_, **__: None)
 
 
+def convert(source: Path, target: Path) -> dict[str, Any]:
+    """The job for a model that is what it is, an exported hybrid too."""
+    from mca_lib.converter.jobs import convert as job
+
+    return job({"model": str(source), "output": str(target), "max_logits_difference": 1e-4}, lambda *_, **__: None)
+
+
 def translate_with_swapped_layers(directory: Path) -> None:
     """With names of a hybrid that take each layer's MLP from another layer of the transformer."""
     from mca_lib.models.hybrid.pattern import LayerMap
