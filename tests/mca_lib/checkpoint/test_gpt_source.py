@@ -11,8 +11,9 @@ import torch
 
 from mca_lib.checkpoint.sealed import find_damage
 from mca_lib.models.config import McaModelConfig
-from tests.mca_lib.checkpoint import source_training
+from tests.mca_lib.checkpoint import fsdp_ranks, source_training
 from tests.mca_lib.checkpoint.source_training import DENSE, EXPERTS, FRESH, MAMBA, OPTIONS, SAVED, STEPS, differences
+from tests.mca_lib.tiny_models import save_hf
 from tests.mca_lib.trainers.training import history, read_json, stored_tensors, train
 
 TOLERANCE = 1e-6
@@ -171,6 +172,20 @@ def test_a_directory_of_megatron_lm(ranks, source_folder, transformer, tmp_path)
     options = {**OPTIONS, "hybrid_layer_pattern": DENSE, "load_checkpoint": f"{tmp_path}/megatron"}
     values = ranks(1, train, f"{source_folder}/dense", f"{source_folder}/store", f"{tmp_path}/hybrid", options)
     assert (history(values) == transformer.steps).all()
+
+
+def test_a_directory_of_megatron_fsdp(ranks, source_folder, tmp_path):
+    """As it; `test_fsdp_load.py` compares tensors and steps."""
+    ranks(1, save_hf, tmp_path / "llama", "llama", "bfloat16")
+    written = tmp_path / "megatron" / f"iter_{SAVED:07d}"
+    ranks(2, fsdp_ranks.run, "write", {}, tmp_path / "llama", written)
+    (written.parent / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    options = {**OPTIONS, "bf16": True, "hybrid_layer_pattern": DENSE, "load_checkpoint": str(written.parent)}
+    places = str(tmp_path / "llama"), f"{source_folder}/store", f"{tmp_path}/hybrid"
+    (trained,) = ranks(1, train, *places, {**options, "save_steps": 1})
+    assert [line["step"] for line in trained["log"]] == [SAVED + 1, STEPS]
+    states = stored_tensors(tmp_path / "hybrid" / f"checkpoint-{SAVED + 1}" / "state")
+    assert states["optimizer.state.exp_avg.embedding.word_embeddings.weight"].any()
 
 
 def _hybrid(source_folder: Path) -> McaModelConfig:
