@@ -30,6 +30,8 @@ PREFECT_DEFAULTS = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
     # A server that is away for half an hour must not fail a training that took days.
     "PREFECT_CLIENT_MAX_RETRIES": "10",
+    # Often enough for the server's automation that calls silent runs Crashed (flows/automations.py).
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "60",
 }
 
 

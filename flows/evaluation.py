@@ -3,6 +3,7 @@
 from prefect import flow
 from prefect.runtime import flow_run
 
+from flows import hooks
 from flows.pipeline import PipelineResult, pipeline
 from flows.plan import make_plan
 from flows.recipe import PipelineConfig
@@ -16,7 +17,7 @@ def _run_name() -> str:
     return f"{name} · evaluation {flow_run.scheduled_start_time:%Y-%m-%d %H:%M}"
 
 
-@flow(name="mcaflow-evaluate", flow_run_name=_run_name, persist_result=False)
+@flow(name="mcaflow-evaluate", flow_run_name=_run_name, persist_result=False, **hooks.HOOKS)
 def evaluate_only(config: PipelineConfig, again: bool = False) -> PipelineResult:
     """Evaluate the model that the recipe has trained.
 

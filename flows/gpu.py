@@ -8,6 +8,7 @@ forgets, say because it was restarted with leases in memory, costs a warning, no
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.responses import GlobalConcurrencyLimitResponse
@@ -22,6 +23,11 @@ from tasks.training_config import LauncherConfig
 LIMIT = "mcaflow-gpu"
 _LOOK_SECONDS = 2.0
 _TRY_SECONDS = 10.0
+
+
+def count() -> int:
+    """GPUs of this machine, by their device files."""
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
 
 
 def slots_of(launcher: LauncherConfig) -> int:

@@ -49,3 +49,83 @@ def deploy(
 
 
 server = typer.Typer(help="The Prefect server of one machine.", no_args_is_help=True)
+
+Pool = Annotated[str, typer.Option(help="Work pool.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Of the server's API and UI.")]
+Gpus = Annotated[
+    int | None, typer.Option(min=0, help="Slots of the limit that trainings share; default: the GPUs of this machine.")
+]
+Notify = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MCAFLOW_NOTIFY",
+        help="Who is told of failed runs: URL of a webhook, or TYPE/NAME of a notification block of the server.",
+    ),
+]
+
+
+@server.command()
+def up(
+    port: Port = 4200,
+    pool: Pool = "mcaflow",
+    worker: Annotated[bool, typer.Option("--worker", help="Start a worker beside the server.")] = False,
+    gpus: Gpus = None,
+    notify: Notify = None,
+) -> None:
+    """Run a server for this machine in the foreground. Ctrl-C waits for what runs; a second one cancels it."""
+    from flows import server_settings
+
+    url = server_settings.apply(port)
+    from flows.server_up import Setup, serve
+
+    serve(Setup(url, pool, worker, _gpus(gpus), notify))
+
+
+@server.command()
+def start(port: Port = 4200) -> None:
+    """Become the server alone, with its settings; for systemd and containers."""
+    from flows import server_settings
+
+    server_settings.apply(port)
+    from flows.server_up import start_alone
+
+    start_alone()
+
+
+@server.command()
+def setup(pool: Pool = "mcaflow", gpus: Gpus = None, notify: Notify = None) -> None:
+    """Give the configured server its work pool, GPU limit and automations."""
+    from flows.server_setup import set_up
+
+    set_up(pool, _gpus(gpus), notify)
+
+
+@server.command()
+def check(pool: Pool = "mcaflow") -> None:
+    """Say what is wrong with the configured server; exit code 1 when something is."""
+    from flows.server_check import check_server
+
+    if check_server(pool):
+        raise typer.Exit(1)
+
+
+@server.command()
+def drain(
+    pool: Pool = "mcaflow",
+    timeout: Annotated[
+        str | None, typer.Option(help="Cancel what still runs after so long, say 10m; without it, wait.")
+    ] = None,
+) -> None:
+    """Pause a work pool and wait until nothing of it runs, before its workers are stopped."""
+    from flows.drain import drain_pool
+    from flows.store_commands import seconds_of
+
+    drain_pool(pool, seconds_of(timeout) if timeout is not None else None)
+
+
+def _gpus(given: int | None) -> int:
+    if given is not None:
+        return given
+    from flows.gpu import count
+
+    return count()

@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
+from flows import hooks
 from flows.gpu import occupying
 from flows.graph import Artifacts, StageName, nodes_of, start_of
 from flows.preflight import check_model, check_pending, check_recipe, check_space
@@ -37,7 +38,7 @@ def _run_name() -> str:
     return f"{name or 'mcaflow'} · {flow_run.scheduled_start_time:%Y-%m-%d %H:%M}"
 
 
-@flow(name="mcaflow", flow_run_name=_run_name, persist_result=False)
+@flow(name="mcaflow", flow_run_name=_run_name, persist_result=False, **hooks.HOOKS)
 def pipeline(config: PipelineConfig, refresh: list[StageName] | None = None) -> PipelineResult:
     """Download, tokenize, convert or translate, train, export, evaluate; what the store has is not computed again.
 

@@ -17,6 +17,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
+from flows import hooks
 from flows.graph import nodes_of
 from flows.plan import make_plan
 from flows.recipe import PipelineConfig
@@ -33,7 +34,7 @@ def _run_name() -> str:
     return f"{name} · watch {flow_run.scheduled_start_time:%Y-%m-%d %H:%M}"
 
 
-@flow(name="mcaflow-watch", flow_run_name=_run_name, persist_result=False)
+@flow(name="mcaflow-watch", flow_run_name=_run_name, persist_result=False, **hooks.HOOKS)
 def watch(config: PipelineConfig, deployment: str) -> State[None]:
     """Start `deployment` when the store lacks something that the recipe makes.
 
