@@ -24,10 +24,14 @@ def unsupported(model_type: str) -> tuple[str, ...]:
     return (
         f"`architectures` other than `{family.architecture}`",
         *rules,
-        f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in ROPE_TYPES)}",
+        *_ropes(family.fixed.get("rotary", True)),
         f"sliding windows, unless they are as follows: {window[0].lower()}{window[1:]}",
         "`quantization_config` other than FP8 in blocks",
     )
+
+
+def _ropes(rotary: bool) -> tuple[str, ...]:
+    return (f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in ROPE_TYPES)}",) if rotary else ()
 
 
 def table_digest(model_type: str) -> str:

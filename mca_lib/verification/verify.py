@@ -18,6 +18,7 @@ from mca_lib.converter.headers import check_weights, weight_files
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import McaModelConfig, is_mca_checkpoint, read_hf_config
 from mca_lib.models.layout import Layout
+from mca_lib.models.registry import config_from_hf
 from mca_lib.models.size import total
 from mca_lib.ranks import RankError, RankPool
 from mca_lib.verification.card import Card, Generations, LayoutResult, Sensitivity
@@ -131,7 +132,7 @@ class _Run:
         perturbed = self._one(
             _WORK + "measure:compare_perturbed", self.directory, self.work, self.sample, weight, PERTURBATION
         ).measured()
-        change, hf = _without_rope(read_hf_config(self.directory))
+        change, hf = _changed_config(read_hf_config(self.directory))
         self.tell(change)
         copy = self.work / "changed"
         copy.mkdir()
@@ -202,8 +203,14 @@ def on_one_rank(pool: RankPool, function: str, *args: Any) -> Any:
         raise
 
 
-def _without_rope(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(what is changed, config.json with it): the rope scaling left out, or where there is none, another base."""
+def _changed_config(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(what is changed, config.json with it): the rope scaling left out, or where there is none, another base.
+
+    A model without a rope has other norms instead.
+    """
+    config = config_from_hf(hf)
+    if not config.rotary:
+        return "the norms' epsilon twice as large", hf | {"layer_norm_epsilon": 2 * config.norm_epsilon}
     spelling = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     given = hf.get(spelling) or {}
     base = given.get("rope_theta", hf.get("rope_theta")) or 10000.0
