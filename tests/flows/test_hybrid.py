@@ -1,5 +1,6 @@
 """The demonstration as a hybrid, shortened, on the store of a finished training of its transformer."""
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -10,6 +11,8 @@ from flows.report import hybrid_summary
 from mca_lib.evaluate import load_model
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run
+
+pytestmark = pytest.mark.usefixtures("forked_jobs")
 
 PATTERN = "M*-*-M*-*-"
 
