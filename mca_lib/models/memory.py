@@ -10,14 +10,13 @@ Activations are an estimate; see `activations`.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from mca_lib.converter.mapping import TensorPlace
 from mca_lib.converter.mappings import padded_vocab_size
 from mca_lib.errors import ConfigError
 from mca_lib.models.activations import WEIGHT_BYTES, Training, activation_bytes
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.hybrid.weights import KEPT_FP32
 from mca_lib.models.layout import ParallelSizes, expert_tensor_size, rank_problems, size_problems
 from mca_lib.models.layout_rules import chunks_of
 from mca_lib.models.pipeline import Chunk
@@ -59,8 +58,6 @@ class Tensors(NamedTuple):
     alone: bool = False
     """A tied embedding that two stages hold has a bucket of its own."""
     trained: bool = True
-    kept_fp32: bool = False
-    """fp32 in any precision."""
 
 
 def stage_memory(
@@ -82,8 +79,7 @@ def chunk_tensors(config: McaModelConfig, layout: ParallelSizes, chunk: Chunk) -
         if count:
             alone = shared and row.mca == "embedding.word_embeddings.weight"
             elements = math.prod(row.local_shape(config, *place.of(row)))
-            bias, fp32 = row.mca.endswith("expert_bias"), row.mca.endswith(KEPT_FP32)
-            yield Tensors(elements, count, row.per_expert, alone, not bias, fp32)
+            yield Tensors(elements, count, row.per_expert, alone, not row.mca.endswith("expert_bias"))
     vocabulary = padded_vocab_size(config.vocab_size, layout.tensor) // layout.tensor * config.hidden_size
     if chunk.mtp_layers and not chunk.embedding:
         yield Tensors(vocabulary, 1, alone=True)
@@ -101,18 +97,19 @@ def _stage(
 ) -> StageMemory:
     replicas = ranks // (layout.tensor * layout.pipeline)
     expert_replicas = ranks // (expert_tensor_size(layout) * layout.expert * layout.pipeline)
+    state = _MOMENTS_BYTES + _COPY_BYTES[training.precision]
     parameters = weights = gradients = optimizer = 0
     for chunk in chunks:
         tensors = list(chunk_tensors(config, layout, chunk))
         parameters += sum(t.elements * t.count for t in tensors)
         weights += sum(4 * t.elements * t.count for t in tensors if not t.trained)  # kept in fp32
-        for buffer in _buffers(tensors, training):
-            shared_by = (expert_replicas if buffer.expert else replicas) if training.distributed_optimizer else 1
-            elements = sum(t.elements * t.count for t in buffer.tensors)
-            padded = _padded(buffer.tensors, shared_by) if training.distributed_optimizer else elements
-            weights += WEIGHT_BYTES[buffer.precision] * padded
-            gradients += _GRADIENT_BYTES * padded
-            optimizer += -(-(_MOMENTS_BYTES + _COPY_BYTES[buffer.precision]) * elements // shared_by)
+        for expert, shared_by in ((False, replicas), (True, expert_replicas)):
+            held = [t for t in tensors if t.expert == expert and t.trained]
+            elements = sum(t.elements * t.count for t in held)
+            buffer = _padded(held, shared_by) if training.distributed_optimizer else elements
+            weights += WEIGHT_BYTES[training.precision] * buffer
+            gradients += _GRADIENT_BYTES * buffer
+            optimizer += -(-state * elements // shared_by) if training.distributed_optimizer else state * elements
     return StageMemory(
         stage=stage,
         layers=sum(len(chunk.layers) for chunk in chunks),
@@ -122,23 +119,6 @@ def _stage(
         optimizer=optimizer,
         activations=round(activation_bytes(config, layout, training, stage, chunks)),
     )
-
-
-class _Buffer(NamedTuple):
-    """Trained tensors that Megatron lays end to end: of one dtype, shared by the same replicas."""
-
-    tensors: list[Tensors]
-    expert: bool
-    precision: Literal["bf16", "fp32"]
-
-
-def _buffers(tensors: list[Tensors], training: Training) -> Iterator[_Buffer]:
-    for expert in (False, True):
-        held = [t for t in tensors if t.expert == expert and t.trained]
-        for precision in ("bf16", "fp32"):
-            yield _Buffer(
-                [t for t in held if precision == ("fp32" if t.kept_fp32 else training.precision)], expert, precision
-            )
 
 
 def _padded(tensors: list[Tensors], replicas: int) -> int:

@@ -44,10 +44,6 @@ def mamba_weights(norm: str, mixer: str) -> tuple[Mapping, ...]:
 MAMBA_WEIGHTS = mamba_weights("mamba.{layer}.input_norm.", "mamba.{layer}.")
 
 
-KEPT_FP32 = (".mixer.A_log", ".mixer.D")
-"""Ends of names: Megatron makes these in fp32 whatever the precision of the model."""
-
-
 def hybrid_rows(rows: Iterable[Mapping]) -> list[Mapping]:
     """The rows of a transformer's table for a hybrid, whose layers have but one part each, and the Mamba rows."""
     return [*map(_renumbered, rows), *MAMBA_WEIGHTS]
