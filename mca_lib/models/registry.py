@@ -66,7 +66,9 @@ def weights_family(config: McaModelConfig) -> Family:
     A hybrid that started from a transformer is exported as that again, unless it has layers that the transformer lacks.
     """
     own = family_of(config.model_type)
-    return mcaflow_hybrid.FAMILY if config.mamba_layers and not own.hybrid else own
+    fresh = config.mamba_layers and not own.hybrid
+    # The code of exported hybrids has no latent attention: one that has it is trained from scratch.
+    return mcaflow_hybrid.FAMILY if fresh and config.latent_attention is None else own
 
 
 def config_from_hf(hf: dict[str, Any]) -> McaModelConfig:
