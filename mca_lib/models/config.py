@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
-from mca_lib.models.config_checks import check_hybrid, check_latent_attention
+from mca_lib.models.config_checks import check_hybrid, check_latent_attention, checked_layers
 from mca_lib.models.config_fields import from_json
 from mca_lib.models.config_files import CONFIG_NAME, is_mca_checkpoint, read_hf_config, read_json
 from mca_lib.models.config_json import parts_from_json
@@ -27,7 +27,7 @@ from mca_lib.models.config_parts import (
     YarnRope,
     check_sizes,
 )
-from mca_lib.models.hybrid.pattern import ATTENTION, LATENT, MAMBA, MLP, LayerMap, check_translatable
+from mca_lib.models.hybrid.pattern import ATTENTION, LATENT, MAMBA, MLP, LayerMap
 
 __all__ = [
     "CONFIG_NAME",
@@ -206,17 +206,7 @@ class McaModelConfig:
 
     def with_hybrid(self, hybrid: HybridLayers, field: str = "hybrid_layer_pattern") -> Self:
         """The hybrid that starts from this transformer. Raises ConfigError, naming `field`, where it cannot."""
-        if self.hybrid is not None:
-            raise ConfigError(f"{field}: the model is a hybrid already, of pattern {self.hybrid.pattern!r}")
-        if self.mtp_num_layers:
-            raise ConfigError(f"{field}: a transformer with multi-token prediction cannot become a hybrid")
-        if self.latent_attention is not None:
-            raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
-        if self.moe is not None and len(self.moe.layers) != self.num_layers:
-            raise ConfigError(
-                f"{field}: a transformer with dense and MoE layers cannot become a hybrid; all must be alike"
-            )
-        layers = check_translatable(hybrid.pattern, self.num_layers, has_experts=self.moe is not None, field=field)
+        layers = checked_layers(self, hybrid, field)
         return replace(
             self,
             hybrid=hybrid,

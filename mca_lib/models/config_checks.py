@@ -1,10 +1,13 @@
-"""Fields of `McaModelConfig` that must fit each other. Each raises ModelError naming the fields. No torch."""
+"""Fields of `McaModelConfig` that must fit each other, and a hybrid that must fit a transformer. No torch.
+
+Checks of fields raise ModelError naming them.
+"""
 
 from typing import TYPE_CHECKING
 
-from mca_lib.errors import ModelError
+from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config_parts import HybridLayers, YarnRope
-from mca_lib.models.hybrid.pattern import MOE
+from mca_lib.models.hybrid.pattern import MOE, LayerMap, check_translatable, model_pattern
 
 if TYPE_CHECKING:
     from mca_lib.models.config import McaModelConfig
@@ -40,3 +43,19 @@ def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
         raise ModelError(f"model config: moe.layers={config.moe_layers} are not the E of {hybrid.pattern!r}")
     if config.mtp_num_layers:
         raise ModelError("model config: a hybrid has no multi-token prediction (mtp_num_layers)")
+
+
+def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -> LayerMap:
+    """Where a hybrid has the layers of the transformer `config`. Raises ConfigError, naming `field`, if it cannot."""
+    if not isinstance(hybrid, HybridLayers):
+        raise ConfigError(f"{field}: needs a HybridLayers, found {hybrid!r:.80}")
+    if config.hybrid is not None:
+        raise ConfigError(f"{field}: the model is a hybrid already, of pattern {config.hybrid.pattern!r}")
+    if config.mtp_num_layers:
+        raise ConfigError(f"{field}: a transformer with multi-token prediction cannot become a hybrid")
+    if config.latent_attention is not None:
+        raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
+    if config.moe is not None and len(config.moe.layers) != config.num_layers:
+        raise ConfigError(f"{field}: a transformer with dense and MoE layers cannot become a hybrid; all must be alike")
+    pattern = model_pattern(hybrid.pattern, field)
+    return check_translatable(pattern, config.num_layers, has_experts=config.moe is not None, field=field)

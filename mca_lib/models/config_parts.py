@@ -209,5 +209,10 @@ class HybridLayers:
     """None where the pattern has no M."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str) or not isinstance(self.mamba, Mamba2 | None):
+            raise ModelError(
+                f"model config: hybrid: pattern must be a text and mamba a Mamba2 or None, found {self.pattern!r:.80} "
+                f"and {self.mamba!r:.80}"
+            )
         if (MAMBA in self.pattern) != (self.mamba is not None):
             raise ModelError(f"model config: hybrid: sizes of Mamba layers go with M in the pattern, {self.pattern!r}")

@@ -53,6 +53,8 @@ class HybridArguments:
         """Raise ConfigError for fields that contradict each other."""
         if self.fresh_layers not in ("random", "zero_output"):
             raise ConfigError(f"fresh_layers={self.fresh_layers!r}: use random or zero_output")
+        if type(self.fresh_seed) is not int or not 0 <= self.fresh_seed < 2**31:
+            raise ConfigError(f"fresh_seed={self.fresh_seed!r}: use a whole number from 0 to 2147483647")
         if self.hybrid_layer_pattern is not None:
             parse_pattern(self.hybrid_layer_pattern)
         for name in self._set_without_pattern():

@@ -23,6 +23,8 @@ SYMBOLS = {
 }
 PIPE, MTP = "|", "/"
 _TRANSLATABLE = (MAMBA, ATTENTION, MLP, MOE)
+MAX_SYMBOLS = 10_000
+"""More are a slip, which would fill the memory, or a screen with its error."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,15 @@ def parse_pattern(text: str, field: str = "hybrid_layer_pattern") -> Pattern:
     """Take a pattern apart.
 
     Raises ConfigError, naming `field`, for an empty pattern, a symbol that is none, multi-token prediction (`/`), and
-    empty pipeline segments.
+    empty pipeline segments, and more than `MAX_SYMBOLS` symbols.
     """
     if not isinstance(text, str) or not text.strip():
         raise ConfigError(
             f"{field} is missing: write one symbol per layer, as M*-*-; `mcaflow hybrid-pattern` prints one"
+        )
+    if len(text) > MAX_SYMBOLS:
+        raise ConfigError(
+            f"{field} has {len(text)} symbols, and at most {MAX_SYMBOLS} are accepted; write fewer layers"
         )
     shown = f"{field}={text!r}"
     if MTP in text:
@@ -156,9 +162,11 @@ def check_translatable(
 def interpolated(layers: int, mamba_every: int, *, has_experts: bool = False) -> str:
     """Pattern of a transformer of `layers` layers with a Mamba-2 layer before every `mamba_every`-th of them.
 
-    Raises ConfigError for sizes below 1; `mamba_every` 0 adds none.
+    Raises ConfigError for sizes below 1, and for more layers than a pattern may have; `mamba_every` 0 adds none.
     """
     if layers < 1 or mamba_every < 0:
         raise ConfigError(f"layers={layers} must be at least 1, and mamba_every={mamba_every} at least 0")
+    if layers > MAX_SYMBOLS // 3:
+        raise ConfigError(f"layers={layers}: at most {MAX_SYMBOLS // 3} are accepted")
     block = ATTENTION + (MOE if has_experts else MLP)
     return "".join((MAMBA if mamba_every and i % mamba_every == 0 else "") + block for i in range(layers))

@@ -27,9 +27,9 @@ def mamba_sizes(hidden_size: int, given: Mapping[str, int | None], prefix: str =
     if not ("num_heads" in sizes and "head_dim" in sizes):
         inner, known = EXPANSION * hidden_size, "num_heads" if "num_heads" in sizes else "head_dim"
         size = sizes.setdefault(known, HEAD_DIM)
-        if size < 1 or inner % size:
+        if type(size) is not int or size < 1 or inner % size:
             raise ConfigError(
-                f"{prefix}{known}: {size} does not divide the inner size of the Mamba layers, {EXPANSION} x the "
+                f"{prefix}{known}: {size!r} does not divide the inner size of the Mamba layers, {EXPANSION} x the "
                 f"model's {hidden_size} channels = {inner}; set {prefix}num_heads and {prefix}head_dim"
             )
         sizes["head_dim" if known == "num_heads" else "num_heads"] = inner // size

@@ -15,6 +15,8 @@ from mca_lib.trainers.training_args import TrainingArguments
     [
         ({"hybrid_layer_pattern": "M*-Q"}, "'Q' is no layer"),
         ({"hybrid_layer_pattern": "*-", "fresh_layers": "zeros"}, "fresh_layers='zeros': use random or zero_output"),
+        ({"hybrid_layer_pattern": "M*-", "fresh_seed": -1}, "fresh_seed=-1: use a whole number from 0"),
+        ({"hybrid_layer_pattern": "M*-", "fresh_seed": 1.5}, "fresh_seed=1.5: use a whole number from 0"),
         ({"fresh_seed": 3}, "fresh_seed=3 has no effect without hybrid_layer_pattern"),
         ({"mamba_head_dim": 16}, "mamba_head_dim=16 has no effect without hybrid_layer_pattern"),
         ({"finetune": True}, "finetune=True has no effect without load_checkpoint"),

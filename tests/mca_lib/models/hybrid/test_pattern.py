@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from mca_lib.errors import ConfigError
+from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import HybridLayers, Mamba2, McaModelConfig
 from mca_lib.models.config_parts import Experts
 from mca_lib.models.hybrid.pattern import (
@@ -46,6 +46,8 @@ def test_a_pattern_is_taken_apart() -> None:
         ("M*-X", "'X' is no layer"),
         ("M*-||*-", "has no layers"),
         ("|*-", "has no layers"),
+        (5, "is missing"),
+        ("M" * 10_001, "has 10001 symbols, and at most 10000"),
     ],
 )
 def test_a_pattern_that_says_nothing_clear_is_refused(text: str, said: str) -> None:
@@ -91,8 +93,8 @@ def test_patterns_are_written_for_a_number_of_layers() -> None:
     assert interpolated(4, 2) == "M*-*-M*-*-"
     assert interpolated(2, 1, has_experts=True) == "M*EM*E"
     assert interpolated(2, 0) == "*-*-"
-    for layers, every in ((0, 1), (2, -1)):
-        with pytest.raises(ConfigError, match="at least"):
+    for layers, every in ((0, 1), (2, -1), (10**12, 1)):
+        with pytest.raises(ConfigError, match=r"at (least|most)"):
             interpolated(layers, every)
 
 
@@ -116,6 +118,19 @@ def test_a_hybrid_config_is_written_and_read() -> None:
     values["hybrid"]["mamba"]["head_dims"] = 3
     with pytest.raises(ConfigError, match="did you mean 'head_dim'"):
         McaModelConfig.from_dict(values)
+
+
+@pytest.mark.parametrize("fields", [(None,), (5,), ("M*-*-", {"num_heads": 4})])
+def test_layers_of_another_type_are_refused(fields: tuple) -> None:
+    with pytest.raises(ModelError, match="pattern must be a text and mamba a Mamba2"):
+        HybridLayers(*fields)
+
+
+def test_only_layers_without_pipeline_stages_make_a_hybrid() -> None:
+    with pytest.raises(ConfigError, match=r"stages \(\|\) belong to a run"):
+        DENSE.with_hybrid(HybridLayers("*-|*-"))
+    with pytest.raises(ConfigError, match="hybrid_layer_pattern: needs a HybridLayers, found 'M"):
+        DENSE.with_hybrid("M*-*-")
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ def test_the_inner_size_is_twice_the_hidden_size_unless_heads_and_channels_are_g
     [
         ({"num_heads": 7}, r"^checkpoint\.mamba\.num_heads: 7 does not divide .* 2 x the model's 576 channels = 1152"),
         ({"num_heads": 0}, r"^checkpoint\.mamba\.num_heads: 0 does not divide"),
+        ({"num_heads": "4"}, r"^checkpoint\.mamba\.num_heads: '4' does not divide"),
         ({"num_heads": 3, "head_dim": 8, "num_groups": 2}, r"^checkpoint\.mamba\.\*: 3 Mamba heads do not divide"),
     ],
 )
