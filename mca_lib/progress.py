@@ -4,12 +4,14 @@ import json
 import logging
 import os
 
+from mca_lib.checkpoint.sealed import naming
+
 
 def tell(kind: str, text: str) -> None:
     """Send a line of `kind` info or warning to the parent process, where there is one that listens."""
     target = os.environ.get("MCAFLOW_PROGRESS")
     if target:
-        with open(target, "a") as file:
+        with naming(target), open(target, "a") as file:
             file.write(json.dumps({kind: text}) + "\n")
 
 

@@ -207,6 +207,7 @@ def _join(rank: int, world_size: int, ports: tuple[int, int]) -> None:
     else:
         store = dist.TCPStore("127.0.0.1", int(os.read(ports[0], 6)), world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    dist.barrier()  # rank 0 has the store: were it to end first, those that still join would lose their connection
 
 
 def _load(call: Call) -> Callable[..., Any]:

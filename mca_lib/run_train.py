@@ -54,7 +54,6 @@ def get_args(argv: Sequence[str] | None = None) -> Arguments:
     """
     from transformers import HfArgumentParser
 
-    from mca_lib.trainers.ranges import check_ranges
     from mca_lib.trainers.training_args import Seq2SeqTrainingArguments
 
     argv = sys.argv[1:] if argv is None else list(argv)
@@ -76,7 +75,6 @@ def get_args(argv: Sequence[str] | None = None) -> Arguments:
             parsed = parser.parse_args_into_dataclasses(argv)
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(f"{argv[0] if argv else 'arguments'}: {' '.join(str(error).split())}") from None
-    check_ranges(parsed[0])
     return parsed
 
 

@@ -16,6 +16,7 @@ from mca_lib.errors import ConfigError
 from mca_lib.parallel import DistributingParallelArguments
 from mca_lib.platforms import current_platform, uses_transformer_engine
 from mca_lib.trainers.hybrid_args import HybridArguments
+from mca_lib.trainers.ranges import check_ranges
 from mca_lib.trainers.schedule import BatchShape, Schedule
 from mca_lib.trainers.tracking import check_trackers
 
@@ -111,6 +112,7 @@ class TrainingArguments(MegatronArguments, transformers.TrainingArguments):
 
     def __post_init__(self) -> None:
         self._refuse_ignored_fields()
+        check_ranges(self)
         on_cpu = current_platform().device_type == "cpu"
         if self.use_cpu and not on_cpu:
             raise ConfigError("use_cpu=True, but this process sees a CUDA device: hide it with CUDA_VISIBLE_DEVICES=''")

@@ -23,6 +23,10 @@ def sum_of_ranks(offset: int) -> tuple[int, float, int]:
     return dist.get_rank(), total.item(), os.getpid()
 
 
+def return_at_once() -> None:
+    pass
+
+
 def raise_on_rank_1() -> None:
     import torch.distributed as dist
 
@@ -57,6 +61,11 @@ def die_on_rank_0() -> None:
 def test_values_come_back_in_order_of_rank(ranks):
     values = ranks(3, sum_of_ranks, 10)
     assert [(rank, total) for rank, total, _ in values] == [(0, 33.0), (1, 33.0), (2, 33.0)]
+
+
+def test_a_rank_that_has_nothing_to_do_waits_until_its_peers_have_joined(ranks):
+    for _ in range(6):  # without the wait, about every second call failed
+        assert ranks(3, return_at_once) == [None] * 3
 
 
 def test_the_failing_ranks_traceback_is_raised(ranks):

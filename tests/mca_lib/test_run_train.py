@@ -11,6 +11,7 @@ import pytest
 from safetensors import SafetensorError
 
 from mca_lib.errors import ConfigError, DataError, ModelError
+from mca_lib.progress import tell
 from mca_lib.rank_process import ERRORS_VARIABLE, first_failure, report_failure
 from mca_lib.run_train import data_collator_wrapper, download_model, get_args, main
 from tests.mca_lib.trainers.training import make_store, read_json
@@ -127,6 +128,12 @@ def test_a_full_disk_is_the_users_to_mend(tmp_path, monkeypatch):
         assert named in first_failure(tmp_path)["message"]
     (tmp_path / "rank-0.tmp").symlink_to("/dev/full")
     report_failure(full)  # which raises nothing of its own
+
+
+def test_a_disk_that_is_full_of_progress_names_its_file(monkeypatch):
+    monkeypatch.setenv("MCAFLOW_PROGRESS", "/dev/full")
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        tell("info", "a line")
 
 
 @pytest.fixture

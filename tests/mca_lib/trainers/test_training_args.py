@@ -54,6 +54,7 @@ def test_a_field_without_effect_is_refused(options):
         ({"fp16": True, "bf16": True}, "fp16 and bf16"),
         ({"fp16": True, "expert_model_parallel_size": 2}, "fp16=True with expert_model_parallel_size=2"),
         ({"logging_steps": 0.5}, r"logging_steps=0\.5"),
+        ({"num_train_epochs": -1.0}, r"num_train_epochs=-1\.0: use a finite number above 0"),
         ({"load_best_model_at_end": True}, "load_best_model_at_end=True needs evaluations"),
         ({"load_best_model_at_end": True, "eval_strategy": "epoch", "metric_for_best_model": "f1"}, "the best model"),
     ],
