@@ -32,6 +32,7 @@ from mca_lib.checkpoint.model import translated_failures
 from mca_lib.checkpoint.parameter_groups import with_own_groups
 from mca_lib.checkpoint.retention import BEST_PREFIX, PREFIX, STATE_FOLDER, STATE_NAME, numbered
 from mca_lib.checkpoint.sealed import find_damage, remove_leftovers, set_damaged_aside
+from mca_lib.checkpoint.source import TorchDist
 from mca_lib.errors import CheckpointError
 from mca_lib.parallel import seed_rank
 from mca_lib.trainers.engine import Engine
@@ -81,13 +82,17 @@ def find_checkpoint(output_dir: Path, run: dict[str, Any]) -> Path | None:
 
 
 def load_checkpoint(path: Path, engine: Engine, seed: int) -> TrainerState:
-    """Put weights, moments, schedule and random states back; all ranks take part."""
-    state = _read_state(path)
-    if not engine.args.use_distributed_optimizer:
+    """Put weights, moments, schedule and random states back; all ranks take part.
+
+    Raises CheckpointError where this run's optimizer cannot take the saved one's state.
+    """
+    state, distributed = _read_state(path), engine.args.use_distributed_optimizer
+    _check_optimizer_form(path, distributed)
+    if not distributed:
         _check_optimizers(path, state.layout, layout(engine))
     with translated_failures(path / STATE_FOLDER, "read"):
         loaded = dist_checkpointing.load(sharded_state(engine, is_loading=True), str(path / STATE_FOLDER))
-    if engine.args.use_distributed_optimizer:
+    if distributed:
         loaded["optimizer"] = with_own_groups(loaded["optimizer"], engine.optimizer)
     put_back(engine, loaded)
     engine.skipped_steps = loaded["skipped_steps"]
@@ -125,6 +130,16 @@ def layout(engine: Engine) -> dict[str, int]:
         "expert": parallel_state.get_expert_model_parallel_world_size(),
         "expert tensor": parallel_state.get_expert_tensor_parallel_world_size(),
     }
+
+
+def _check_optimizer_form(path: Path, distributed: bool) -> None:
+    """The distributed optimizer's state has a master of every weight, and other names than that of one that is not."""
+    saved = TorchDist(path / STATE_FOLDER).has_distributed_states
+    if saved != distributed:
+        raise CheckpointError(
+            f"{path} was made with use_distributed_optimizer={saved}, this run has {distributed}: neither takes the "
+            f"other's state; use {saved}, or remove {path.parent} to train from the beginning"
+        )
 
 
 def _check_optimizers(path: Path, saved: Mapping[str, int], now: Mapping[str, int]) -> None:

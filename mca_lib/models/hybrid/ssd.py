@@ -22,6 +22,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from mca_lib.models.hybrid.causal_conv import causal_conv
 from mca_lib.models.hybrid.ssd_parts import decayed_attention, sight, states_before_chunks
@@ -113,7 +114,17 @@ def mamba_split_conv1d_scan_combined(
     inner = heads * head_dim
     conv_size = conv1d_weight.shape[0]
     z_BLI, xbc_BLE, dt_BLH = zxbcdt.split([inner, conv_size, heads], -1)
-    xbc_BLE = causal_conv(xbc_BLE, conv1d_weight, conv1d_bias, activation=activation, seq_idx=seq_idx)
+    # Computed again in the backward pass, as by `mamba_ssm`: else it is two fifths of what the scan's graph keeps.
+    xbc_BLE = checkpoint(
+        causal_conv,
+        xbc_BLE,
+        conv1d_weight,
+        conv1d_bias,
+        activation=activation,
+        seq_idx=seq_idx,
+        use_reentrant=False,
+        preserve_rng_state=False,
+    )
     x_BLI, b_BLS, c_BLS = xbc_BLE.split([inner, (conv_size - inner) // 2, (conv_size - inner) // 2], -1)
     found = mamba_chunk_scan_combined(
         x_BLI.unflatten(-1, (heads, head_dim)),

@@ -239,14 +239,24 @@ def test_a_model_with_experts_resumes_at_its_own_and_at_another_layout(ranks, fo
     assert bool(biases) == (variant == "deepseek-mtp")
 
 
-def test_an_optimizer_that_is_not_distributed_does_not_gather_spread_experts(ranks, folder, killed):
-    variant, out = killed
-    places, options = (f"{folder}/{variant}", f"{folder}/store"), {"use_distributed_optimizer": False}
-    with pytest.raises(
-        RankError,
-        match=r"checkpoint-2 was made with expert=2 expert tensor=1, this run has expert=1 .* or remove .*killed to tr",
-    ):
-        ranks(1, train, *places, str(out), {**EXPERT_OPTIONS[variant], **options})
+def test_an_optimizer_that_is_not_distributed_does_not_gather_spread_experts(ranks, folder):
+    ranks(1, make_sources, folder, ["qwen2-moe"], "float32")
+    places, out = (f"{folder}/qwen2-moe", f"{folder}/store"), folder / "experts"
+    options = {"max_steps": 2, "save_steps": 1, "use_distributed_optimizer": False}
+    ranks(2, train, *places, str(out), {**options, **EXPERTS})
+    message = r"checkpoint-2 was made with expert=2 expert tensor=1, this run has expert=1 .* or remove .*experts to tr"
+    with pytest.raises(RankError, match=message):
+        ranks(1, train, *places, str(out), options)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_an_optimizer_of_the_other_form_is_refused(ranks, folder, distributed):
+    places, out = (f"{folder}/model", f"{folder}/store"), folder / f"form {distributed}"
+    options = {"max_steps": 2, "save_steps": 1, "use_distributed_optimizer": distributed}
+    ranks(1, train, *places, str(out), options)
+    message = f"checkpoint-2 was made with use_distributed_optimizer={distributed}, this run has {not distributed}: "
+    with pytest.raises(RankError, match=message):
+        ranks(1, train, *places, str(out), {**options, "use_distributed_optimizer": not distributed})
 
 
 def damage(path: Path) -> None:
