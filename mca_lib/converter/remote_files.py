@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from mca_lib.errors import ModelError
-from mca_lib.models.config import read_json
+from mca_lib.models.config import McaModelConfig, read_json
 from mca_lib.models.families.mcaflow_hybrid import AUTO_MAP, MODEL_TYPE
 
 CODE = Path(__file__).parent / "remote_code"
@@ -29,10 +29,17 @@ def copy_code(folder: Path) -> list[str]:
 def admit_own_code(directory: str | Path) -> None:
     """Let transformers load this directory with `trust_remote_code` off, where it is a hybrid that was exported here.
 
-    Raises ModelError as `is_own_code`.
+    Raises ModelError as `is_own_code`, for a config that its code would take and that means nothing, and for weights
+    that do not fit: transformers leaves those out that the config has no layer for.
     """
     if not is_own_code(directory):
         return
+    from mca_lib.converter.hf_source import HfSource
+    from mca_lib.converter.model_converter import ModelConverter
+
+    with HfSource(directory) as source:
+        ModelConverter(McaModelConfig.from_pretrained(directory)).plan(source.tensors)
+
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from mca_lib.converter.remote_code.configuration_mcaflow_hybrid import McaflowHybridConfig

@@ -37,6 +37,10 @@ def check_latent_attention(config: "McaModelConfig") -> None:
 
 def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
     """The layers of the pattern are those that the config numbers."""
+    try:
+        model_pattern(hybrid.pattern, "model config: hybrid.pattern")
+    except ConfigError as error:
+        raise ModelError(str(error)) from None
     if len(hybrid.pattern) != config.num_layers:
         raise ModelError(f"model config: num_layers={config.num_layers}, and hybrid.pattern={hybrid.pattern!r}")
     if config.moe_layers != tuple(i for i, symbol in enumerate(hybrid.pattern) if symbol == MOE):

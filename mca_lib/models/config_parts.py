@@ -186,6 +186,8 @@ class Mamba2:
 
     def __post_init__(self) -> None:
         check_sizes(self, "num_heads", "head_dim", "state_size", "num_groups", "conv_kernel", "chunk_size")
+        if not self.norm_epsilon > 0:
+            raise ModelError(f"model config: hybrid: mamba: norm_epsilon={self.norm_epsilon} must be greater than 0")
         if self.num_heads % self.num_groups:
             raise ModelError(f"model config: {self.num_heads} Mamba heads do not divide into {self.num_groups} groups")
 

@@ -149,3 +149,22 @@ def test_the_evaluation_loads_it_and_no_changed_code(directory: Path, tmp_path: 
     (changed / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match="auto_map is not the one that an export writes"):
         load_model(changed, "float32")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"hybrid_layer_pattern": "M*-M*"}, r"not used by the model: model\.layers\.5\."),
+        ({"hybrid_layer_pattern": None}, "hybrid_layer_pattern"),
+        ({"mamba_chunk_size": 0}, "mamba_chunk_size=0 cannot be used"),
+        ({"mamba_state_size": 16}, r"of the wrong shape: model\.layers\.0\.mamba\.in_proj"),
+    ],
+)
+def test_the_evaluation_refuses_a_config_that_the_weights_do_not_fit(
+    directory: Path, tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    changed = shutil.copytree(directory, tmp_path / "changed")
+    config = json.loads((changed / "config.json").read_text())
+    (changed / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ModelError, match=said):
+        load_model(changed, "float32")

@@ -120,6 +120,21 @@ def test_a_hybrid_config_is_written_and_read() -> None:
         McaModelConfig.from_dict(values)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "said"), [("M*-*X", "'X' is no layer"), ("M*-*/", "remove '/'"), ("M*-|*", r"\(\|\)")]
+)
+def test_a_config_whose_pattern_is_none_is_refused(pattern: str, said: str) -> None:
+    values = DENSE.with_hybrid(HybridLayers("M*-*-", MAMBA)).to_dict()
+    values["hybrid"]["pattern"] = pattern
+    with pytest.raises(ConfigError, match=rf"^mca_config\.json: model config: hybrid\.pattern=.*{said}"):
+        McaModelConfig.from_dict(values)
+
+
+def test_a_norm_without_epsilon_is_refused() -> None:
+    with pytest.raises(ModelError, match="norm_epsilon=0 must be greater than 0"):
+        replace(MAMBA, norm_epsilon=0)
+
+
 @pytest.mark.parametrize("fields", [(None,), (5,), ("M*-*-", {"num_heads": 4})])
 def test_layers_of_another_type_are_refused(fields: tuple) -> None:
     with pytest.raises(ModelError, match="pattern must be a text and mamba a Mamba2"):
