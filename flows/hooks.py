@@ -72,7 +72,8 @@ def again(flow_run: FlowRun) -> str:
 
 
 def _page(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterator[str]:
-    yield f"# {flow_run.name}: {state.name}"
+    # The hook is called while the run is still being cancelled.
+    yield f"# {flow_run.name}: {StateType.CANCELLED.value.capitalize() if state.is_cancelling() else state.name}"
     stopped = _stopped_tasks(client, flow_run)
     if stopped:
         yield f"Stage: {', '.join(f'**{task.name}** ({task.state_name})' for task in stopped)}"
