@@ -27,6 +27,11 @@ Recipe = Annotated[Path, typer.Argument(help="YAML recipe, for instance deployme
 Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field of the recipe.")
 ]
+Refresh = Annotated[
+    list[str] | None, typer.Option(metavar="STAGE", help="Compute this stage anew although the store has it.")
+]
+First = Annotated[str | None, typer.Option("--from", metavar="STAGE", help="Compute this stage and all after it anew.")]
+Until = Annotated[str | None, typer.Option(metavar="STAGE", help="Stop after this stage.")]
 StorePath = Annotated[
     Path | None, typer.Option("--store", help="Folder of the artifact store; default: .mcaflow/store.")
 ]
@@ -37,23 +42,30 @@ Reference = Annotated[str, typer.Argument(help="STAGE/KEY or the first character
 def run(
     recipe: Recipe,
     overrides: Overrides = None,
-    refresh: Annotated[
-        list[str] | None, typer.Option(metavar="STAGE", help="Compute this stage anew although the store has it.")
-    ] = None,
+    refresh: Refresh = None,
+    first: First = None,
+    until: Until = None,
     store: StorePath = None,
 ) -> None:
     """Run a recipe; stages that the store has are not computed again."""
     from flows.commands import run_recipe
 
-    run_recipe(recipe, _with_store(overrides, store), refresh or [])
+    run_recipe(recipe, _with_store(overrides, store), refresh=refresh or [], first=first, until=until)
 
 
 @app.command()
-def plan(recipe: Recipe, overrides: Overrides = None, store: StorePath = None) -> None:
+def plan(
+    recipe: Recipe,
+    overrides: Overrides = None,
+    refresh: Refresh = None,
+    first: First = None,
+    until: Until = None,
+    store: StorePath = None,
+) -> None:
     """Show for each stage whether the store has it, and if not, which field changed."""
     from flows.commands import show_plan
 
-    show_plan(recipe, _with_store(overrides, store))
+    show_plan(recipe, _with_store(overrides, store), refresh=refresh or [], first=first, until=until)
 
 
 @app.command()
@@ -109,7 +121,7 @@ def list_artifacts(
     stage: Annotated[str | None, typer.Argument(help="Only artifacts of this stage.")] = None, store: StorePath = None
 ) -> None:
     """List the artifacts of the store."""
-    from flows.commands import list_artifacts
+    from flows.artifact_commands import list_artifacts
 
     list_artifacts(_store_path(store), stage)
 
@@ -117,7 +129,7 @@ def list_artifacts(
 @app.command()
 def show(reference: Reference, store: StorePath = None) -> None:
     """Show one artifact: key, payload of the key, files, statistics."""
-    from flows.commands import show_artifact
+    from flows.artifact_commands import show_artifact
 
     show_artifact(_store_path(store), reference)
 
@@ -125,7 +137,7 @@ def show(reference: Reference, store: StorePath = None) -> None:
 @app.command()
 def lineage(reference: Reference, store: StorePath = None) -> None:
     """Show what an artifact was made from, up to the source."""
-    from flows.commands import show_lineage
+    from flows.artifact_commands import show_lineage
 
     show_lineage(_store_path(store), reference)
 
@@ -137,7 +149,7 @@ def verify(
     store: StorePath = None,
 ) -> None:
     """Check artifacts against their recorded digests; exit code 1 when one is damaged."""
-    from flows.commands import verify_artifacts
+    from flows.artifact_commands import verify_artifacts
 
     verify_artifacts(_store_path(store), reference, full=full)
 

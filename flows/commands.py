@@ -1,26 +1,24 @@
-"""Bodies of the CLI's commands: read, decide by calling the library, print."""
+"""Bodies of the commands around a recipe, run, plan, check, fields: read, decide by calling the library, print."""
 
 import json
 import os
 import re
 import signal
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 from rich.console import Console
 from rich.markup import escape
-from rich.tree import Tree
 
 from flows.console import make_console, plain_table
 from flows.recipe import PipelineConfig, load_recipe
 from mca_lib.errors import ConfigError
 from mca_lib.evaluation.report import comparison, note
-from tasks.store import Artifact, ArtifactStore, Lineage
 
 if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
+    from tasks.store import Artifact
 
 # What `mcaflow run` asks of Prefect; whatever the environment or a profile says already wins.
 PREFECT_DEFAULTS = {
@@ -39,16 +37,14 @@ _SHOWN_CHANGES = 8
 """So many changed fields are shown of a stage; another model or data set changes all of them."""
 
 
-def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
+def run_recipe(
+    recipe: Path, overrides: list[str], *, refresh: list[str], first: str | None = None, until: str | None = None
+) -> None:
     """``mcaflow run``."""
-    from flows.graph import nodes_of
+    from flows.preflight import check_recipe
 
     config = load_recipe(recipe, overrides)
-    stages = nodes_of(config)
-    for stage in refresh:
-        if stage not in stages:
-            raise ConfigError(f"--refresh {stage}: no such stage; one of {', '.join(stages)}")
-    from flows.preflight import check_recipe
+    again = _stages_anew(config, refresh, first, until)
 
     check_recipe(config)
     # Prefect ends the stages at a SIGTERM and sends it once more; by default that would end the process on the spot,
@@ -65,7 +61,7 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
     console = make_console()
     try:
         with run_console(console):
-            result = pipeline(config, refresh=refresh)
+            result = pipeline(config, refresh=again, until=until)
     except (StageFailed, LeaseLost) as error:
         print(f"mcaflow: error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -77,6 +73,19 @@ def run_recipe(recipe: Path, overrides: list[str], refresh: list[str]) -> None:
             print("mcaflow: terminated; the same command goes on from what is finished", file=sys.stderr)
         raise
     _print_result(console, config, result)
+
+
+def _stages_anew(config: PipelineConfig, refresh: list[str], first: str | None, until: str | None) -> list[str]:
+    """What --refresh and --from ask for, of the stages up to --until; raises ConfigError for a stage not among them."""
+    from flows.graph import check_refresh, nodes_until, stages_from
+
+    nodes = nodes_until(config, until)
+    asked = set(refresh)
+    if first is not None:
+        check_refresh(nodes, [first])
+        asked |= nodes.keys() & set(stages_from(config, first))
+    again = check_refresh(nodes, asked)
+    return [name for name in nodes if name in again]
 
 
 def _terminated(number: int, frame: object) -> NoReturn:
@@ -127,16 +136,19 @@ def _shown(default: Any) -> str:
     return json.dumps(default, default=lambda section: section.model_dump())
 
 
-def show_plan(recipe: Path, overrides: list[str]) -> None:
+def show_plan(
+    recipe: Path, overrides: list[str], *, refresh: list[str], first: str | None = None, until: str | None = None
+) -> None:
     """``mcaflow plan``."""
     from flows.plan import make_plan
     from flows.preflight import check_recipe
 
     config = load_recipe(recipe, overrides)
+    again = _stages_anew(config, refresh, first, until)
     check_recipe(config)
     marks = {"hit": "[green]hit[/]", "miss": "[yellow]miss[/]", "waits": "waits"}
     table = plain_table("stage", "", "why")
-    for row in make_plan(config, ArtifactStore(config.store.path)):
+    for row in make_plan(config, config.store.open(), again, until):
         detail = row.detail[:12] if row.verdict == "hit" else row.detail
         table.add_row(row.stage, marks[row.verdict], "changed since the nearest record:" if row.changed else detail)
         for change in row.changed[:_SHOWN_CHANGES]:
@@ -148,90 +160,6 @@ def show_plan(recipe: Path, overrides: list[str]) -> None:
     make_console().print(table)
 
 
-def list_artifacts(store: Path, stage: str | None) -> None:
-    """``mcaflow ls``."""
-    table = plain_table("artifact", "files", "size", "made", "took")
-    artifacts = ArtifactStore(store, create=False).ls(stage)
-    if not artifacts:
-        print(f"no artifacts in {store.absolute()}" + (f" of stage {stage}" if stage else ""))
-        return
-    for artifact in artifacts:
-        record = artifact.record
-        size = sum(entry.size for entry in record.files.values())
-        outside = "" if record.external is None else " (outside)"
-        table.add_row(
-            f"{artifact.stage}/{artifact.key[:12]}",
-            str(len(record.files)),
-            human_size(size) + outside,
-            _age(record.producer.started),
-            f"{record.producer.seconds:.1f} s",
-        )
-    make_console().print(table)
-
-
-def show_artifact(store: Path, reference: str) -> None:
-    """``mcaflow show``."""
-    artifact = find_artifact(ArtifactStore(store, create=False), reference)
-    record = artifact.record
-    console = make_console()
-    console.print(f"[bold]{artifact.stage}/{artifact.key}[/]", highlight=False)
-    facts = plain_table("", "", show_header=False)
-    facts.add_row("path", str(artifact.path))
-    facts.add_row("digest", artifact.digest)
-    facts.add_row("made", f"{record.producer.started} on {record.producer.host} in {record.producer.seconds:.1f} s")
-    facts.add_row("with", ", ".join(f"{name} {version}" for name, version in record.producer.libraries.items()))
-    console.print(facts)
-    for title, content in (("key is made of", record.payload), ("statistics", record.stats)):
-        console.print(f"[bold]{title}[/]")
-        console.print_json(json.dumps(content))
-    files = plain_table("file", "size", "blake3")
-    for name, entry in sorted(record.files.items()):
-        files.add_row(name, human_size(entry.size), entry.digest[:16])
-    console.print(files)
-
-
-def show_lineage(store: Path, reference: str) -> None:
-    """``mcaflow lineage``."""
-    opened = ArtifactStore(store, create=False)
-    make_console().print(_branch(opened.lineage(find_artifact(opened, reference))), highlight=False)
-
-
-def verify_artifacts(store: Path, reference: str | None, *, full: bool) -> None:
-    """``mcaflow verify``; exit code 1 when something is damaged."""
-    from tasks.verify import Damage
-
-    opened = ArtifactStore(store, create=False)
-    if reference is None:
-        checked = list(opened.verify(full=full))
-    else:
-        artifact = find_artifact(opened, reference)
-        found = opened.inspect(artifact.stage, artifact.key, full=full)
-        checked = [(artifact.stage, artifact.key, found if isinstance(found, Damage) else None)]
-    damaged = [damage for _, _, damage in checked if damage]
-    for damage in damaged:
-        print(damage)
-    print(f"{len(checked)} artifacts checked, {len(damaged)} damaged")
-    if damaged:
-        print("the next run that needs them moves them to quarantine and computes them again")
-        sys.exit(1)
-
-
-def find_artifact(store: ArtifactStore, reference: str) -> Artifact:
-    """The artifact of ``STAGE/KEY`` or the first characters of a key; of ``STAGE`` alone, the newest."""
-    of_stage = store.ls(reference) if reference.isalpha() else []
-    return of_stage[-1] if of_stage else store.find(reference)
-
-
-def human_size(size: int) -> str:
-    """``12.3 MB``: decimal units, as disks are sold."""
-    value, unit = float(size), "B"
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if value < 1000 or unit == "TB":
-            break
-        value /= 1000
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-
-
 def _print_result(console: Console, config: PipelineConfig, result: "PipelineResult") -> None:
     stages = plain_table("stage", "", "seconds", "artifact")
     for name, outcome in result.outcomes.items():
@@ -239,11 +167,26 @@ def _print_result(console: Console, config: PipelineConfig, result: "PipelineRes
         stages.add_row(name, mark, f"{outcome.seconds:.1f}", f"{name}/{outcome.artifact.key[:12]}")
     console.print()
     console.print(stages)
-    from flows.report import evaluation_metrics, hybrid_summary, is_worse
+    from flows.report import hybrid_summary
 
     if summary := hybrid_summary(config, result.outcomes):
         console.print(f"\nhybrid {summary}", highlight=False, markup=False, soft_wrap=True)
-    evaluation = result.outcomes["evaluate"].artifact
+    if "evaluate" in result.outcomes:
+        _print_evaluation(console, result.outcomes["evaluate"].artifact)
+    console.print()
+    for name, stage, file in (
+        ("data, with its loss tokens marked", "dataset", "preview.md"),
+        ("answers of both models", "evaluate", "report.md"),
+        ("model", "export", ""),
+    ):
+        if stage in result.outcomes:
+            path = result.outcomes[stage].artifact.path / file
+            console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
+
+
+def _print_evaluation(console: Console, evaluation: "Artifact") -> None:
+    from flows.report import evaluation_metrics, is_worse
+
     metrics = evaluation_metrics(evaluation)
     heading, *rows = comparison(metrics)
     table = plain_table(*heading)
@@ -255,27 +198,6 @@ def _print_result(console: Console, config: PipelineConfig, result: "PipelineRes
     console.print(note(metrics), style="dim")
     if is_worse(metrics):
         console.print("warning: the trained model is worse than the base model on held-out rows", style="yellow")
-    console.print()
-    for name, path in (
-        ("data, with its loss tokens marked", result.outcomes["dataset"].artifact.path / "preview.md"),
-        ("answers of both models", evaluation.path / "report.md"),
-        ("model", result.outcomes["export"].artifact.path),
-    ):
-        console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
-
-
-def _branch(node: Lineage) -> Tree:
-    name = f"{node.role + ': ' if node.role else ''}{node.stage}/{node.key[:12]}"
-    gone = "" if node.artifact else "  (no longer in the store)"
-    replaced = "  (replaced by a refresh since; what was used is gone)" if node.replaced else ""
-    tree = Tree(name + gone + replaced + _where(node.artifact))
-    for parent in node.inputs:
-        tree.children.append(_branch(parent))
-    return tree
-
-
-def _where(artifact: Artifact | None) -> str:
-    return f"  {artifact.path}" if artifact and artifact.record.external else ""
 
 
 def _short(value: object) -> str:
@@ -283,11 +205,3 @@ def _short(value: object) -> str:
         return value[:12]  # a digest
     text = "absent" if value is None else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _age(started: str) -> str:
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(started)).total_seconds()
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(seconds, 0):.0f} s ago"

@@ -8,7 +8,6 @@ from flows.pipeline import PipelineResult, pipeline
 from flows.plan import make_plan
 from flows.recipe import PipelineConfig
 from mca_lib.errors import ConfigError
-from tasks.store import ArtifactStore
 
 
 def _run_name() -> str:
@@ -26,12 +25,12 @@ def evaluate_only(config: PipelineConfig, again: bool = False) -> PipelineResult
         again: Measure anew although the store has the evaluation.
     """
     require_trained(config)
-    return pipeline.fn(config, refresh=["evaluate"] if again else None)
+    return pipeline.fn(config, refresh=["evaluate"] if again else None, until="evaluate")
 
 
 def require_trained(config: PipelineConfig) -> None:
     """Raise ConfigError when something before the evaluation would have to be computed."""
-    rows = make_plan(config, ArtifactStore(config.store.path))
+    rows = make_plan(config, config.store.open())
     missing = [row for row in rows if row.verdict != "hit" and row.stage != "evaluate"]
     if missing:
         raise ConfigError(

@@ -7,11 +7,12 @@ A hybrid is translated where a transformer is converted. The Prefect flow runs t
 neither knows the stages by itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from flows.recipe import PipelineConfig
+from mca_lib.errors import ConfigError
 from tasks.convert import ConvertStage
 from tasks.dataset import DatasetStage
 from tasks.download import DownloadStage
@@ -83,9 +84,49 @@ def _export(config: PipelineConfig, start: Artifact, trained: Artifact) -> Expor
     return ExportStage(trained, config.export)
 
 
-def downstream(config: PipelineConfig, name: StageName) -> tuple[str, ...]:
+def waves(nodes: Mapping[StageName, Node]) -> Iterator[tuple[StageName, ...]]:
+    """The stages in groups that can run side by side: each waits for stages of earlier groups alone."""
+    done: set[StageName] = set()
+    while len(done) < len(nodes):
+        wave = tuple(name for name, node in nodes.items() if name not in done and done.issuperset(node.after))
+        yield wave
+        done.update(wave)
+
+
+def nodes_until(config: PipelineConfig, last: StageName | None) -> dict[StageName, Node]:
+    """The stages that `last` needs, and itself; all stages where it is None.
+
+    Raises ConfigError for a stage that the recipe does not have.
+    """
+    nodes = nodes_of(config)
+    if last is None:
+        return nodes
+    needed = {_known(nodes, last)}
+    for name in reversed(nodes):
+        if name in needed:
+            needed.update(nodes[name].after)
+    return {name: node for name, node in nodes.items() if name in needed}
+
+
+def stages_from(config: PipelineConfig, first: StageName) -> tuple[StageName, ...]:
+    """`first` and all stages after it. Raises ConfigError for a stage that the recipe does not have."""
+    return (_known(nodes_of(config), first), *downstream(config, first))
+
+
+def check_refresh(nodes: Mapping[StageName, Node], refresh: Iterable[str]) -> frozenset[StageName]:
+    """The stages to compute anew. Raises ConfigError for one that is not among those that run."""
+    return frozenset(_known(nodes, stage) for stage in refresh)
+
+
+def _known(nodes: Mapping[StageName, Node], stage: str) -> StageName:
+    if stage not in nodes:
+        raise ConfigError(f"{stage}: no such stage in this run; it has {', '.join(nodes)}")
+    return nodes[stage].name
+
+
+def downstream(config: PipelineConfig, name: StageName) -> tuple[StageName, ...]:
     """The stages that use the output of ``name``, directly or not, in pipeline order."""
-    found: set[str] = {name}
+    found: set[StageName] = {name}
     for node in nodes_of(config).values():
         if found & set(node.after):
             found.add(node.name)

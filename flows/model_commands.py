@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flows.commands import human_size
+from flows.artifact_commands import human_size
 from flows.console import make_console
 from mca_lib.converter.headers import check_weights
 from mca_lib.errors import ConfigError, ModelError

@@ -6,23 +6,24 @@ same artifacts. Stages that do not wait for each other run at the same time, in 
 thread, which is the one that gets the signals.
 """
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from prefect import flow, get_run_logger, task
+from prefect import Task, flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 from prefect.states import Completed, State
 
 from flows import hooks
 from flows.gpu import occupying
-from flows.graph import Artifacts, StageName, nodes_of, start_of
+from flows.graph import Artifacts, StageName, check_refresh, nodes_of, nodes_until, waves
 from flows.preflight import check_model, check_pending, check_recipe, check_space
 from flows.recipe import PipelineConfig
 from flows.report import publish_report
 from flows.reporting import StageReporter
+from tasks.ledger import Run, recorded
 from tasks.process import terminate_all
 from tasks.stage import Outcome, at_once, ensure
-from tasks.store import ArtifactStore
 
 
 @dataclass(frozen=True)
@@ -39,62 +40,69 @@ def _run_name() -> str:
 
 
 @flow(name="mcaflow", flow_run_name=_run_name, persist_result=False, **hooks.HOOKS)
-def pipeline(config: PipelineConfig, refresh: list[StageName] | None = None) -> PipelineResult:
+def pipeline(
+    config: PipelineConfig, refresh: list[StageName] | None = None, until: StageName | None = None
+) -> PipelineResult:
     """Download, tokenize, convert or translate, train, export, evaluate; what the store has is not computed again.
 
     Args:
         config: The recipe.
-        refresh: Stages to compute anew although the store has them.
+        refresh: Stages to compute anew although the store has them. A retry of the run does so once: what an earlier
+            attempt has computed anew is taken from the store.
+        until: Stop after this stage, and leave out what it does not need.
     """
-    again = frozenset(refresh or ())
     try:
-        return _run(config, again)
+        return _run(config, refresh or (), until)
     except BaseException:
         # Cancelled, interrupted or failed: stages in threads cannot see a signal, so their children are ended here.
         terminate_all()
         raise
 
 
-def _run(config: PipelineConfig, again: frozenset[str]) -> PipelineResult:
+def _run(config: PipelineConfig, refresh: Collection[StageName], until: StageName | None) -> PipelineResult:
+    nodes = nodes_until(config, until)
+    again = check_refresh(nodes, refresh)
     check_recipe(config)
-    check_pending(config, again)
-    nodes, start = nodes_of(config), start_of(config)
-    outcomes: dict[str, Outcome] = {}
-
-    def done(stage: StageName) -> Artifacts:
-        return {name: outcomes[name].artifact for name in nodes[stage].after}
-
-    outcomes["download"] = _outcome(download(config, {}, "download" in again, return_state=True))
-    model_dir = outcomes["download"].artifact.path
-    check_model(config, model_dir)
-    check_space(config, model_dir)
-    side_by_side = {
-        "dataset": dataset.submit(config, done("dataset"), "dataset" in again),
-        start: _STARTS[start].submit(config, done(start), start in again),
-    }
-    for future in side_by_side.values():
-        future.wait()
-    outcomes |= {stage: _outcome(future.state) for stage, future in side_by_side.items()}
-    outcomes["train"] = _outcome(train(config, done("train"), "train" in again, return_state=True))
-    outcomes["export"] = _outcome(export(config, done("export"), "export" in again, return_state=True))
-    outcomes["evaluate"] = _outcome(evaluate(config, done("evaluate"), "evaluate" in again, return_state=True))
-    publish_report(config, outcomes)
+    check_pending(config, again, until)
+    outcomes: dict[StageName, Outcome] = {}
+    with recorded(config.store.open(), config.name, flow_run.id) as run:
+        for wave in waves(nodes):
+            jobs = {
+                name: (config, {role: outcomes[role].artifact for role in nodes[name].after}, name in again, run)
+                for name in wave
+            }
+            outcomes |= _side_by_side(jobs) if len(jobs) > 1 else _one(jobs)
+            if "download" in wave:
+                check_model(config, outcomes["download"].artifact.path)
+                check_space(config, outcomes["download"].artifact.path, again, until)
+    if "evaluate" in outcomes:
+        publish_report(config, outcomes)
     return PipelineResult(outcomes)
 
 
-def _outcome(state: State[Outcome]) -> Outcome:
-    """The outcome in a task's final state; raises what the task raised."""
-    return state.result()
+type _Job = tuple[PipelineConfig, Artifacts, bool, Run]
+"""Arguments of a task: the recipe, the artifacts it waits for, whether to compute it anew, the run's ledger entry."""
 
 
-def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
+def _one(jobs: Mapping[StageName, _Job]) -> dict[StageName, Outcome]:
+    """In the main thread, which gets the signals."""
+    return {name: _TASKS[name](*job, return_state=True).result() for name, job in jobs.items()}
+
+
+def _side_by_side(jobs: Mapping[StageName, _Job]) -> dict[StageName, Outcome]:
+    """In threads. The first failure is raised when all have ended."""
+    futures = {name: _TASKS[name].submit(*job) for name, job in jobs.items()}
+    for future in futures.values():
+        future.wait()
+    return {name: future.state.result() for name, future in futures.items()}
+
+
+def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh: bool, run: Run) -> State[Outcome]:
     reporter = StageReporter(stage, get_run_logger())
-    store = ArtifactStore(config.store.path)
+    store, built = config.store.open(), nodes_of(config)[stage].build(inputs)
     occupy = occupying(config.launcher, reporter) if stage == "train" else at_once
     try:
-        outcome = ensure(
-            store, nodes_of(config)[stage].build(inputs), refresh=refresh, reporter=reporter, occupy=occupy
-        )
+        outcome = ensure(store, built, refresh=refresh, reporter=reporter, run=run, occupy=occupy)
     except BaseException as error:
         reporter.failed(error)
         raise
@@ -111,50 +119,24 @@ def describe(outcome: Outcome) -> str:
     return f"computed  {artifact.key[:12]}  in {outcome.seconds:.1f} s"
 
 
-def _task(name: StageName):
-    return task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)
+def _stage_task(name: StageName, description: str) -> Task:
+    def run_stage(config: PipelineConfig, inputs: Artifacts, refresh: bool, run: Run) -> State[Outcome]:
+        return _ensure(name, config, inputs, refresh, run)
+
+    run_stage.__name__ = run_stage.__qualname__ = name  # by which Prefect tells tasks apart
+    run_stage.__doc__ = description
+    return task(name=name, task_run_name=name, cache_policy=NO_CACHE, persist_result=False)(run_stage)
 
 
-@_task("download")
-def download(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
-    """Pin the model to exact bytes."""
-    return _ensure("download", config, inputs, refresh)
-
-
-@_task("dataset")
-def dataset(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
-    """Validate, tokenize, shuffle and pack the data."""
-    return _ensure("dataset", config, inputs, refresh)
-
-
-@_task("convert")
-def convert(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
-    """Convert the weights to Megatron-Core and compare the logits."""
-    return _ensure("convert", config, inputs, refresh)
-
-
-@_task("translate")
-def translate(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
-    """Make a hybrid of the transformer: its weights, and fresh Mamba layers."""
-    return _ensure("translate", config, inputs, refresh)
-
-
-_STARTS = {"convert": convert, "translate": translate}
-
-
-@_task("train")
-def train(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
-    """Train on all ranks with torchrun."""
-    return _ensure("train", config, inputs, refresh)
-
-
-@_task("export")
-def export(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
-    """Write the trained model as a Hugging Face directory."""
-    return _ensure("export", config, inputs, refresh)
-
-
-@_task("evaluate")
-def evaluate(config: PipelineConfig, inputs: Artifacts, refresh: bool) -> State[Outcome]:
-    """Compare the trained model with the base model on held-out rows."""
-    return _ensure("evaluate", config, inputs, refresh)
+_TASKS: dict[StageName, Task] = {
+    name: _stage_task(name, description)
+    for name, description in {
+        "download": "Pin the model to exact bytes.",
+        "dataset": "Validate, tokenize, shuffle and pack the data.",
+        "convert": "Convert the weights to Megatron-Core and compare the logits.",
+        "translate": "Make a hybrid of the transformer: its weights, and fresh Mamba layers.",
+        "train": "Train on all ranks with torchrun.",
+        "export": "Write the trained model as a Hugging Face directory.",
+        "evaluate": "Compare the trained model with the base model on held-out rows.",
+    }.items()
+}

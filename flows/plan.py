@@ -5,10 +5,11 @@ against the nearest record. A stage behind a miss has no key yet: if the stage b
 it is a hit after all.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from flows.graph import StageName, nodes_of
+from flows.graph import StageName, nodes_until
 from flows.recipe import PipelineConfig
 from tasks.record import library_versions
 from tasks.stage import FieldChange, Hit, probe
@@ -24,19 +25,26 @@ class PlanRow:
     detail: str
     """Key of a hit, reason of a miss, or the stages that are waited for."""
     changed: tuple[FieldChange, ...] = ()
+    remote: bool = False
+    """A miss that is fetched from the remote store, not computed."""
     libraries: tuple[str, ...] = ()
     """Libraries that have another version now than when a hit was made; they are part of no key."""
 
 
-def make_plan(config: PipelineConfig, store: ArtifactStore) -> list[PlanRow]:
-    """The verdict on each stage, in pipeline order. Changes nothing.
+def make_plan(
+    config: PipelineConfig, store: ArtifactStore, again: Collection[str] = (), until: StageName | None = None
+) -> list[PlanRow]:
+    """The verdict on each stage up to `until`, in pipeline order; those in `again` are computed anew. Changes nothing.
 
     Raises:
         UserError: the recipe cannot run at all, for instance because a file is missing.
     """
     found: dict[StageName, Artifact] = {}
     rows = []
-    for node in nodes_of(config).values():
+    for node in nodes_until(config, until).values():
+        if node.name in again:
+            rows.append(PlanRow(node.name, "miss", "anew, as asked for"))
+            continue
         missing = [name for name in node.after if name not in found]
         if missing:
             rows.append(PlanRow(node.name, "waits", f"for {', '.join(missing)}"))
@@ -48,7 +56,7 @@ def make_plan(config: PipelineConfig, store: ArtifactStore) -> list[PlanRow]:
         else:
             changed = tuple(_by_recipe_name(node.name, change) for change in answer.changed)
             reason = f"{', '.join(change.field for change in changed)} changed" if changed else answer.reason
-            rows.append(PlanRow(node.name, "miss", reason, changed))
+            rows.append(PlanRow(node.name, "miss", reason, changed, answer.remote))
     return rows
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from flows.graph import StageName
 from flows.plan import make_plan
 from flows.recipe import PipelineConfig
 from mca_lib.adapters.targets import target_names
@@ -40,7 +41,8 @@ _WEIGHTS_WRITTEN = {"convert": 1.1, "translate": 1.1, "export": 1.1}
 def check_recipe(config: PipelineConfig) -> None:
     """Raise a UserError for a store, a data file, a template or a local model that cannot be used."""
     _check_features(config)
-    ArtifactStore(config.store.path)
+    if remote := config.store.open().remote:
+        remote.require_package()
     if config.dataset.template is not None:
         check_template(config.dataset.template)
     resolve_storage(config.dataset, config.training.stage, resolve_sources(config.dataset, config.training.stage))
@@ -49,12 +51,13 @@ def check_recipe(config: PipelineConfig) -> None:
         check_model(config, local)
 
 
-def check_pending(config: PipelineConfig, again: Collection[str] = ()) -> None:
+def check_pending(config: PipelineConfig, again: Collection[str] = (), until: StageName | None = None) -> None:
     """Raise a UserError for too many unusable rows, a launcher or a tracker that is not here, or a store without write
-    access. Of what the store has already nothing is asked, but of the stages in `again`.
+    access. Of what the store has already nothing is asked, but of the stages in `again`, and nothing of what is not
+    needed `until` that stage.
     """
-    store = ArtifactStore(config.store.path)
-    pending = _pending(config, store) | set(again)
+    store = config.store.open()
+    pending = _pending(config, store, again, until)
     if pending:
         store.require_writable()
     if "train" in pending:
@@ -89,20 +92,25 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
     _check_vocabulary(config, model_dir, source.vocab_size)
 
 
-def check_space(config: PipelineConfig, model_dir: Path) -> None:
+def check_space(
+    config: PipelineConfig, model_dir: Path, again: Collection[str] = (), until: StageName | None = None
+) -> None:
     """Raise a StoreError when the store's disk has no room for what is still to be computed. An estimate."""
-    store = ArtifactStore(config.store.path)
+    store = config.store.open()
     weights = converted_bytes(model_dir, starting_model(config_from_hf(_read_config(model_dir)), config.checkpoint))
-    pending = _pending(config, store)
+    pending = _pending(config, store, again, until)
     needed = sum(weights * factor for stage, factor in _WEIGHTS_WRITTEN.items() if stage in pending)
     if "train" in pending:
         needed += training_space(weights, config.training)
     store.require_space(int(needed), "this run")
 
 
-def _pending(config: PipelineConfig, store: ArtifactStore) -> set[str]:
-    """The stages that the store does not have."""
-    return {row.stage for row in make_plan(config, store) if row.verdict != "hit"}
+def _pending(
+    config: PipelineConfig, store: ArtifactStore, again: Collection[str], until: StageName | None
+) -> set[StageName]:
+    """The stages to compute: those in `again`, and what neither the store nor the remote one has."""
+    rows = make_plan(config, store, again, until)
+    return {row.stage for row in rows if row.verdict != "hit" and not row.remote}
 
 
 def _check_vocabulary(config: PipelineConfig, model_dir: Path, rows: int) -> None:

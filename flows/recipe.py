@@ -20,7 +20,9 @@ from tasks.download import ModelConfig
 from tasks.evaluate import EvalConfig
 from tasks.export import ExportConfig
 from tasks.launchers.check import launcher_problems
+from tasks.remote import url_problem
 from tasks.section import Execution, Section
+from tasks.store import ArtifactStore
 from tasks.training_config import (
     DpoConfig,
     LauncherConfig,
@@ -36,6 +38,13 @@ class StoreConfig(Section):
 
     path: Execution[str] = Field(default=".mcaflow/store", min_length=1)
     """Folder of the artifact store; shared by every run that should reuse the other's work."""
+    remote: Execution[str | None] = None
+    """URL of a second store that machines share, for instance `s3://bucket/mcaflow`: what it has is fetched, what is
+    computed is brought there. Credentials come from the environment."""
+
+    def open(self) -> ArtifactStore:
+        """Raises StoreError where it cannot be used."""
+        return ArtifactStore(self.path, remote=self.remote)
 
 
 class PipelineConfig(Section):
@@ -91,6 +100,8 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
         yield "training.max_steps: 0 steps train nothing; use -1 to derive them from training.num_train_epochs"
     if training.min_learning_rate > training.learning_rate:
         yield "training.min_learning_rate: greater than training.learning_rate"
+    if config.store.remote is not None and (problem := url_problem(config.store.remote)):
+        yield f"store.remote: {problem}"
     yield from checkpoint_problems(config.checkpoint)
     yield from launcher_problems(config.launcher)
     yield from training_problems(training, config.parallel, config.launcher)

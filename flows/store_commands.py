@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from flows.commands import find_artifact, human_size
+from flows.artifact_commands import find_artifact, human_size
 from flows.console import make_console, plain_table
 from mca_lib.errors import ConfigError
 from tasks.aliases import Aliases, Decision

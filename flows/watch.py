@@ -49,7 +49,7 @@ def watch(config: PipelineConfig, deployment: str) -> State[None]:
 
 def look(config: PipelineConfig, deployment: str) -> str:
     """What was found and done, in one line."""
-    store = ArtifactStore(config.store.path)
+    store = config.store.open()
     missing = next((row for row in make_plan(config, store) if row.verdict == "miss"), None)
     if missing is None:
         return "nothing changed"

@@ -1,6 +1,6 @@
 """Which run used which artifacts: one small file per run, so that they can be kept, named and counted.
 
-    <store>/.ledger/<started>-<id>.json
+    <store>/.ledger/<started>-<id>.json     an id begins with the fraction of the second: names are in order of time
 
 A run writes its entry before it looks an artifact up, under the shared store lock. Collecting garbage takes that lock
 exclusively, so an artifact that a run has found is never taken from under it.
@@ -12,13 +12,14 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from tasks.errors import StoreError
 from tasks.lease import Owner
 from tasks.store import ArtifactStore
 
@@ -27,7 +28,9 @@ LOCK = ".collect.lock"
 ABANDONED_SECONDS = 7 * 86400
 """An entry of another machine that says `running` counts as that for so long after its last change."""
 
-type State = Literal["running", "completed", "failed"]
+type State = Literal["running", "completed", "failed", "cancelled"]
+type Key = tuple[str, str]
+"""(stage, key)"""
 
 
 class Use(BaseModel):
@@ -56,9 +59,11 @@ class Entry(BaseModel):
     state: State = "running"
     owner: dict[str, Any]
     uses: list[Use] = Field(default_factory=list)
+    attempt_of: str | None = None
+    """Equal in all attempts at one run."""
 
     @property
-    def keys(self) -> set[tuple[str, str]]:
+    def keys(self) -> set[Key]:
         return {(use.stage, use.key) for use in self.uses}
 
     def is_alive(self, changed: float) -> bool:
@@ -71,14 +76,31 @@ class Entry(BaseModel):
 class Run:
     """The entry of a run that goes on; every change is on the disk before the call returns. For any thread."""
 
-    def __init__(self, store: ArtifactStore, name: str) -> None:
+    def __init__(self, store: ArtifactStore, name: str, attempt_of: str | None = None) -> None:
+        """
+        Args:
+            name: Of the recipe.
+            attempt_of: What is the same for each attempt at one run: its id for whoever retries it.
+        """
         self._store = store
+        earlier = [entry for entry, _ in entries(store) if attempt_of and entry.attempt_of == attempt_of]
+        self._computed_before = {(use.stage, use.key) for entry in earlier for use in entry.uses if use.cached is False}
         self._changing = threading.Lock()
         now = time.time()
         started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
-        self.entry = Entry(id=uuid.uuid4().hex[:12], name=name, started=started, owner=asdict(Owner.me()))
+        self.entry = Entry(
+            id=f"{int(now % 1 * 1e4):04d}{uuid.uuid4().hex[:8]}",
+            name=name,
+            started=started,
+            owner=asdict(Owner.me()),
+            attempt_of=attempt_of,
+        )
         self._path = store.root / FOLDER / f"{started.replace(':', '')}-{self.entry.id}.json"
         self._save()
+
+    def computed_before(self, stage: str, key: str) -> bool:
+        """Whether an earlier attempt at this run has computed the artifact."""
+        return (stage, key) in self._computed_before
 
     @contextmanager
     def looking_up(self, stage: str, key: str) -> Iterator[None]:
@@ -109,6 +131,34 @@ class Run:
             temporary = self._path.with_suffix(f".{os.getpid()}.tmp")
             temporary.write_text(self.entry.model_dump_json(indent=1) + "\n", encoding="utf-8")
             os.replace(temporary, self._path)
+
+
+@contextmanager
+def recorded(store: ArtifactStore, name: str, attempt_of: str | None = None) -> Iterator[Run]:
+    """The entry of a run that is the block, and ends with it: completed, failed, or cancelled by a signal.
+
+    A ledger that cannot be written at the end changes nothing of that: the entry's process is dead soon.
+    """
+    run = Run(store, name, attempt_of)
+    state: State = "cancelled"
+    try:
+        yield run
+        state = "completed"
+    except Exception:
+        state = "failed"
+        raise
+    finally:
+        with suppress(StoreError, OSError):
+            run.finish(state)
+
+
+def users(store: ArtifactStore) -> dict[Key, list[Entry]]:
+    """The runs that used each artifact, the newest first."""
+    found: dict[Key, list[Entry]] = {}
+    for entry, _ in entries(store):
+        for key in entry.keys:
+            found.setdefault(key, []).append(entry)
+    return found
 
 
 def entries(store: ArtifactStore) -> list[tuple[Entry, bool]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tasks.digests import digest_file
 from tasks.errors import StoreError
+from tasks.process import secret_in
 from tasks.record import RECORD_NAME, ArtifactRecord, UnreadableRecord, dumps, loads
 
 if TYPE_CHECKING:
@@ -25,18 +26,42 @@ if TYPE_CHECKING:
     from tasks.store import Artifact
 
 
+def url_problem(url: str) -> str | None:
+    """What is wrong with the URL of a store, without repeating what may be a secret; None when nothing is."""
+    scheme, separator, rest = url.partition("://")
+    if "@" in (rest or url).partition("/")[0] or secret_in(url):
+        return "the URL holds credentials; give them in the environment instead"
+    if not separator or not scheme or not rest:
+        return f"{url!r} is no URL; write for instance s3://bucket/mcaflow"
+    return None
+
+
 class RemoteStore:
     """The store at `url`. Cheap to construct: nothing is asked before the first use."""
 
     def __init__(self, url: str) -> None:
         """Raises StoreError for a URL that carries credentials, or has no scheme."""
-        scheme, separator, rest = url.partition("://")
-        if not separator or not scheme or not rest:
-            raise StoreError(f"store.remote={url!r}: write it as a URL, for instance s3://bucket/mcaflow")
-        if "@" in rest.partition("/")[0]:
-            raise StoreError("store.remote: the URL holds credentials; give them in the environment instead")
+        if problem := url_problem(url):
+            raise StoreError(f"store.remote: {problem}")
         self.url = url.rstrip("/")
         self._opened: tuple[AbstractFileSystem, str] | None = None
+
+    def require_package(self) -> None:
+        """Raise StoreError where no installed package knows such URLs."""
+        from fsspec import get_filesystem_class
+
+        scheme = self.url.partition("://")[0]
+        try:
+            get_filesystem_class(scheme)
+        except (ImportError, ValueError) as error:
+            raise StoreError(f"store.remote: {scheme}:// cannot be used here: {_line(error)}") from None
+
+    def has(self, stage: str, key: str) -> bool:
+        """Whether an artifact is there, as far as can be asked: False for a store that does not answer."""
+        try:
+            return self._pointer(stage, key) is not None
+        except Exception:  # of any of many packages, as in `fetch`
+            return False
 
     def record(self, stage: str, key: str) -> ArtifactRecord | None:
         """The record of an artifact that is there, else None. Raises whatever the file system raises."""

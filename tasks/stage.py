@@ -81,14 +81,21 @@ class Miss:
 
     reason: str
     changed: list[FieldChange]
+    remote: bool = False
+    """No: `ensure` would fetch it from the remote store."""
 
 
 def probe(store: ArtifactStore, stage: Stage) -> Hit | Miss:
     """What `ensure` would do. Changes nothing."""
     stage = stage.resolve(store, LogReporter(stage.name))
     payload = key_payload(stage)
-    found = store.inspect(stage.name, stage_key(payload), at=stage.external())
-    return Hit(found) if isinstance(found, Artifact) else _explain(store, stage, payload, found)
+    key, at = stage_key(payload), stage.external()
+    found = store.inspect(stage.name, key, at=at)
+    if isinstance(found, Artifact):
+        return Hit(found)
+    if at is None and store.remote is not None and store.remote.has(stage.name, key):
+        return Miss("in the remote store", [], remote=True)
+    return _explain(store, stage, payload, found)
 
 
 def ensure(
@@ -104,6 +111,7 @@ def ensure(
 
     Args:
         refresh: Compute even if the artifact is there; the old one is kept in quarantine when its content differs.
+            What an earlier attempt of the same run has computed is served all the same.
         run: The entry of the ledger that says who uses it; without one, a collection of garbage may take it any time.
         occupy: Entered around the computing alone, with the lease in hand: not for what the store has.
 
@@ -115,6 +123,7 @@ def ensure(
     report = reporter or LogReporter(stage.name)
     stage = stage.resolve(store, report)
     payload = key_payload(stage)
+    refresh = refresh and not (run and run.computed_before(stage.name, stage_key(payload)))
     outcome = _ensure(store, stage, payload, refresh, report, run, occupy, started)
     if run is not None:
         run.used(stage.name, outcome.artifact.key, cached=outcome.cached, seconds=outcome.seconds)

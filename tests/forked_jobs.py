@@ -25,6 +25,8 @@ from tasks.process import PROGRESS, CommandFailed, progress_file
 def forked_jobs(ranks: Callable[..., list[Any]]) -> Iterator[None]:
     """Within it every job of a `StageContext` is forked."""
     one_at_a_time = threading.Lock()
+    # The server ends with the thread that started it, and stages run in threads that come and go.
+    ranks(1, "os:getpid")
 
     def run(
         argv: Sequence[str],

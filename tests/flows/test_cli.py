@@ -186,13 +186,27 @@ def test_plan_shows_the_changed_field(run: Run, write_recipe: Callable):
     shown = mcaflow(run.folder, "plan", str(write_recipe(run.config)), "--set", "training.learning_rate=0.5")
     assert shown.returncode == 0, shown.stderr
     assert "training.learning_rate: 0.001 → 0.5" in shown.stdout
+    recipe = str(write_recipe(run.config))
+    anew = mcaflow(run.folder, "plan", recipe, "--from", "export", "--refresh", "dataset")
+    assert {line.split()[0] for line in anew.stdout.splitlines() if "as asked for" in line} == {
+        "dataset",
+        "export",
+        "evaluate",
+    }
+    wrong = mcaflow(run.folder, "plan", recipe, "--from", "export", "--until", "train")
+    assert (wrong.returncode, "export: no such stage in this run" in wrong.stderr) == (2, True)
 
 
 def test_show_lineage_and_ls_answer_from_the_store(run: Run):
     store = ["--store", run.config.store.path]
     export = run.result.outcomes["export"].artifact.key
-    assert f"export/{export[:12]}" in mcaflow(run.folder, "ls", *store).stdout
-    assert "model.safetensors" in mcaflow(run.folder, "show", f"export/{export[:8]}", *store).stdout
+    (line,) = [
+        line for line in mcaflow(run.folder, "ls", *store).stdout.splitlines() if f"export/{export[:12]}" in line
+    ]
+    assert line.rstrip().endswith("  test"), "the name of the recipe that used it"
+    shown = mcaflow(run.folder, "show", f"export/{export[:8]}", *store).stdout
+    assert "model.safetensors" in shown
+    assert "test (1 run)" in shown
     lineage = mcaflow(run.folder, "lineage", "export", *store).stdout
     for stage in ("train", "dataset", "convert", "download"):
         assert f"{stage}/" in lineage

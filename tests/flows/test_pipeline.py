@@ -16,6 +16,7 @@ from flows.preflight import check_pending
 from flows.report import evaluation_metrics
 from mca_lib.errors import ConfigError, DataError
 from mca_lib.evaluation.report import comparison
+from tasks.ledger import entries, users
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run
 
@@ -89,6 +90,47 @@ def test_a_refreshed_stage_is_computed_and_equal_content_spares_the_rest(run: Ru
     assert computed(pipeline(run.config, refresh=["dataset"])) == {"dataset"}
 
 
+def test_a_run_until_a_stage_computes_what_that_needs_and_nothing_else(run: Run):
+    shutil.rmtree(Path(run.config.store.path) / "convert")
+    state = pipeline(run.config, refresh=["dataset"], until="dataset", return_state=True)
+    assert computed(state.result()) == {"dataset"}
+    assert task_states(state) == {"download": "Cached", "dataset": "Completed"}
+    with pytest.raises(ConfigError, match="export: no such stage in this run; it has download, dataset"):
+        pipeline(run.config, refresh=["export"], until="dataset")
+
+
+def test_the_ledger_says_what_a_run_used_and_how_it_ended(run: Run):
+    store = run.config.store.open()
+    pipeline(run.config)
+    pipeline(run.with_fields(dataset={"template": "qwen"}, export={"dtype": "float16"}), until="dataset")
+    with pytest.raises(ConfigError):
+        pipeline(run.with_fields(dataset={"cutoff_len": 2**20}))
+    (second, alive), (first, _), (finished, _) = entries(store)
+    assert [(entry.name, entry.state, alive) for entry in (second, first, finished)] == [
+        ("test", "completed", False)
+    ] * 3
+    assert [(use.stage, use.cached) for use in first.uses] == [(name, True) for name in nodes_of(run.config)]
+    assert [(use.stage, use.cached) for use in second.uses] == [("download", True), ("dataset", False)]
+    assert not any(use.cached for use in finished.uses)
+    (export,) = store.ls("export")
+    assert [entry.id for entry in users(store)["export", export.key]] == [first.id, finished.id]
+
+
+def test_a_retry_does_not_repeat_what_was_computed_anew(run: Run):
+    """As after a failure behind a stage that was to be computed anew: Retry goes on behind it."""
+    state = pipeline(run.config, refresh=["dataset"], until="dataset", return_state=True)
+    assert retried(state, {"config": run.config, "refresh": ["dataset"], "until": "dataset"}) == set()
+
+
+def retried(state: State, parameters: dict) -> set[str]:
+    """What the button Retry of the UI computes: the same flow run, from the top."""
+    with get_client(sync_client=True) as client:
+        run_id = state.state_details.flow_run_id
+        client.set_flow_run_state(run_id, Pending(), force=True)
+        flow_run = client.read_flow_run(run_id)
+    return computed(run_flow(pipeline, flow_run=flow_run, parameters=parameters))
+
+
 def test_a_retry_takes_finished_stages_from_the_store(run: Run):
     folder = Path(run.config.store.path) / "export"
     shutil.rmtree(folder)
@@ -97,13 +139,7 @@ def test_a_retry_takes_finished_stages_from_the_store(run: Run):
     assert failed.is_failed()
     assert "export" not in {name for name, state in task_states(failed).items() if state == "Completed"}
     folder.unlink()
-
-    # What the button Retry of the UI does: the same flow run, from the top.
-    with get_client(sync_client=True) as client:
-        run_id = failed.state_details.flow_run_id
-        client.set_flow_run_state(run_id, Pending(), force=True)
-        flow_run = client.read_flow_run(run_id)
-    assert computed(run_flow(pipeline, flow_run=flow_run, parameters={"config": run.config})) == {"export"}
+    assert retried(failed, {"config": run.config}) == {"export"}
 
 
 @pytest.mark.parametrize(

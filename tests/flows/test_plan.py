@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from flows.graph import downstream, nodes_of
+from flows.graph import downstream, nodes_of, stages_from, waves
 from flows.plan import PlanRow, make_plan
 from flows.recipe import PipelineConfig
+from tasks.report import LogReporter
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run
 
@@ -21,7 +23,7 @@ DAMAGE = {
 
 
 def plan(config: PipelineConfig) -> dict[str, PlanRow]:
-    return {row.stage: row for row in make_plan(config, ArtifactStore(config.store.path))}
+    return {row.stage: row for row in make_plan(config, config.store.open())}
 
 
 def verdicts(config: PipelineConfig) -> dict[str, str]:
@@ -81,6 +83,26 @@ def test_touched_files_are_hits(run: Run):
     assert set(verdicts(run.config).values()) == {"hit"}
 
 
+def test_what_is_to_be_computed_anew_is_no_hit_and_what_is_not_needed_is_left_out(run: Run):
+    again = stages_from(run.config, "train")
+    rows = make_plan(run.config, run.config.store.open(), again, "export")
+    assert {row.stage: row.verdict for row in rows} == {
+        "download": "hit", "dataset": "hit", "convert": "hit", "train": "miss", "export": "miss",
+    }  # fmt: skip
+    assert again == ("train", "export", "evaluate")
+
+
+def test_what_the_remote_store_has_is_said(run: Run, tmp_path: Path):
+    config = run.with_fields(store={"remote": f"file://{tmp_path}/shared"})
+    (convert,) = config.store.open().ls("convert")
+    config.store.open().remote.push(convert, LogReporter("convert"))
+    for stage in ("convert", "dataset"):
+        shutil.rmtree(Path(config.store.path) / stage)
+    rows = plan(config)
+    assert (rows["convert"].detail, rows["convert"].remote) == ("in the remote store", True)
+    assert (rows["dataset"].detail, rows["dataset"].remote) == ("never computed", False)
+
+
 def test_moved_inputs_are_hits(run: Run):
     moved = run.folder / "elsewhere"
     (run.folder / "assets").rename(moved)
@@ -132,4 +154,5 @@ def test_every_node_comes_after_what_it_waits_for(kind: str, start: str):
     for name, node in nodes.items():
         assert (name, set(node.after) <= seen) == (node.name, True)
         seen.add(name)
+    assert list(waves(nodes)) == [("download",), ("dataset", start), ("train",), ("export",), ("evaluate",)]
     assert downstream(PipelineConfig.model_validate(recipe), start) == ("train", "export", "evaluate")

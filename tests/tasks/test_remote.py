@@ -132,8 +132,8 @@ def test_a_store_that_does_not_answer_costs_a_warning(tmp_path: Path, notes: Not
 @pytest.mark.parametrize(
     ("url", "said"),
     [
-        ("bucket/x", "write it as a URL"),
-        ("s3://", "write it as a URL"),
+        ("bucket/x", "is no URL"),
+        ("s3://", "is no URL"),
         ("s3://id:secret@bucket/x", "holds credentials"),
     ],
 )
