@@ -191,7 +191,8 @@ def _print(found: Inspection, console: Console) -> None:
     wide.print(memory)
     console.print(
         "GiB per rank. Activations are an estimate (what the backward pass keeps, after Korthikanti et al. 2022, "
-        "arXiv 2205.05198); what the framework and communication need comes on top.",
+        "arXiv 2205.05198); what the framework and communication need comes on top, and while a checkpoint is gathered "
+        f"{max(stage.saving for stage in found.stages) / 2**30:.2f} GiB of main memory per rank.",
         style="dim",
         highlight=False,
     )

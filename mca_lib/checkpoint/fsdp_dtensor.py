@@ -22,7 +22,8 @@ from mca_lib.checkpoint.pieces import StoredPieces
 from mca_lib.converter.plan import entries
 from mca_lib.errors import CheckpointError
 from mca_lib.models.config import McaModelConfig
-from mca_lib.models.naming import LAYER, fused_names
+from mca_lib.models.hybrid.names import HYBRID_NORM
+from mca_lib.models.naming import LAYER, expert_in_layer, expert_name, fused_names
 
 WEIGHT, MOMENTS = "weight", ("exp_avg", "exp_avg_sq")
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -31,7 +32,6 @@ _KEY = re.compile(
     r"^(?:model|optimizer\.(?:\d+\.)?state)\.(?:module\.)*(?P<name>.+?)(?P<half>_[wv])?(?:\.(?P<moment>exp_avg|exp_avg_sq))?$"
 )
 _STEP = re.compile(r"^optimizer\.(?:\d+\.)?(?:param_to_group_meta|state)\..*\.step$")
-_EXPERT = re.compile(r"^mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.weight)|(linear_fc[12]\.weight)(\d+))$")
 _MTP_LAYER = ".mtp_model_layer."
 _PADDING = 1024
 """Megatron-LM rounds the vocabulary up to a multiple of 128 x tensor parallel size."""
@@ -76,7 +76,7 @@ class FsdpCheckpoint(StoredPieces):
 
     @property
     def is_hybrid(self) -> bool:
-        return any(name.startswith("decoder.final_norm.") for name in self.tensors[WEIGHT])
+        return any(name.startswith(HYBRID_NORM) for name in self.tensors[WEIGHT])
 
     @property
     def num_layers(self) -> int:
@@ -203,8 +203,8 @@ def checkpoint_name(name: str, config: McaModelConfig) -> str:
 
 
 def _layer_name(name: str, config: McaModelConfig, has_experts: bool) -> str:
-    if match := _EXPERT.match(name):
-        return f"mlp.experts.experts.{match[1] or match[4]}.{match[2] or match[3]}"
+    if found := expert_in_layer(name):
+        return expert_name(*found)
     for own, fused in fused_names(config, has_experts):
         if name.startswith(own):
             return fused + name.removeprefix(own)

@@ -5,8 +5,9 @@
     progress          step, skipped steps, learning rate and place in the data, unless `finetune`
     random states     with progress, from a checkpoint of this trainer at the same layout; else new ones
 
-Moments of layers that the transformer lacks are 0, at the step of all others: Megatron has one step for all weights, so
-Adam's correction of young moments is that of an old training.
+Moments of layers that the transformer lacks are 0, at the step of all others, so Adam's correction of young moments is
+that of an old training. Megatron's distributed optimizer asserts one step for all parameter groups when it saves and
+when it loads (0.19.2), so these layers cannot have a group at a step of their own.
 """
 
 from collections.abc import Iterator

@@ -4,7 +4,7 @@ Weights, gradients and optimizer state are those that the trainer's engine alloc
 reduced in fp32, bf16 weights have an fp32 copy, Adam has two fp32 moments; the distributed optimizer pads its buffers
 and shares the optimizer state among replicas.
 
-Activations are an estimate; see `activations`.
+Activations are an estimate; see `activations`. A checkpoint is gathered beside all that: see `StageMemory.saving`.
 """
 
 import math
@@ -43,6 +43,8 @@ class StageMemory:
     """With the distributed optimizer the mean over the replicas that share it; they differ by where padding falls."""
     activations: int
     """An estimate."""
+    saving: int
+    """Of main memory, on top of `total` while a checkpoint is gathered."""
 
     @property
     def total(self) -> int:
@@ -98,7 +100,7 @@ def _stage(
     replicas = ranks // (layout.tensor * layout.pipeline)
     expert_replicas = ranks // (expert_tensor_size(layout) * layout.expert * layout.pipeline)
     state = _MOMENTS_BYTES + _COPY_BYTES[training.precision]
-    parameters = weights = gradients = optimizer = 0
+    parameters = weights = gradients = optimizer = saving = 0
     for chunk in chunks:
         tensors = list(chunk_tensors(config, layout, chunk))
         parameters += sum(t.elements * t.count for t in tensors)
@@ -110,6 +112,7 @@ def _stage(
             weights += WEIGHT_BYTES[training.precision] * buffer
             gradients += _GRADIENT_BYTES * buffer
             optimizer += -(-state * elements // shared_by) if training.distributed_optimizer else state * elements
+            saving += _saved(elements, shared_by, training)
     return StageMemory(
         stage=stage,
         layers=sum(len(chunk.layers) for chunk in chunks),
@@ -118,7 +121,23 @@ def _stage(
         gradients=gradients,
         optimizer=optimizer,
         activations=round(activation_bytes(config, layout, training, stage, chunks)),
+        saving=saving,
     )
+
+
+def _saved(elements: int, replicas: int, training: Training) -> int:
+    """Bytes while a checkpoint of these weights is gathered and copied.
+
+    The distributed optimizer's is gathered whole on every rank, in fp32 (megatron-core 0.19.2,
+    `get_parameter_state_dp_zero`): masters and moments, a rank's own share of them, and three times one of the three on
+    its way. Then weights, masters and moments are copied, so that training can go on.
+    """
+    weight = WEIGHT_BYTES[training.precision]
+    if not training.distributed_optimizer:
+        return (weight + _MOMENTS_BYTES + _COPY_BYTES[training.precision]) * elements
+    whole, one = _MOMENTS_BYTES + 4, 4
+    gathered = whole * elements + -(-whole * elements // replicas) + 3 * one * elements
+    return max(gathered, (2 * whole + weight) * elements)
 
 
 def _padded(tensors: list[Tensors], replicas: int) -> int:

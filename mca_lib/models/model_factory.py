@@ -33,7 +33,7 @@ from mca_lib.models.layout import ARGUMENTS
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.packing import document_bounds, zigzag_index
 from mca_lib.models.transformer_config import transformer_config
-from mca_lib.models.vocabulary import GrownSource, fill_new_rows, with_vocabulary
+from mca_lib.models.vocabulary import GrownSource, fill_new_rows, with_vocabulary, zero_padding
 from mca_lib.parallel import tensor_place
 from mca_lib.tokenizer import tokenizer_size
 
@@ -253,7 +253,7 @@ class PretrainedModel(MegatronModule):
             cls, mca_config, transformer_config(mca_config, args, use_cpu_initialization=use_cpu_initialization)
         )
         for model in models:
-            _zero_padding(model)
+            zero_padding(model)
         return models
 
     @classmethod
@@ -291,13 +291,3 @@ class PretrainedModel(MegatronModule):
 def _require_model_parallel() -> None:
     if not parallel_state.model_parallel_is_initialized():
         raise RuntimeError("call mca_lib.parallel.initialize_model_parallel(args) before making a model")
-
-
-@torch.no_grad()
-def _zero_padding(model: Any) -> None:
-    """Padding rows are never looked up and never predicted; zero makes them the same at every layout."""
-    if not model.padding_rows:
-        return
-    for name, parameter in checkpoint_parameters(model):
-        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-            parameter[-model.padding_rows :] = 0

@@ -21,7 +21,9 @@ EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
 EXPERTS = ".experts.experts."
 _MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.")
 
-_LOCAL_EXPERT = re.compile(r"^mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\.)|(linear_fc[12]\.)weight(\d+)$)")
+_EXPERT_IN_LAYER = re.compile(
+    r"^mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\..+)|(linear_fc[12]\.weight)(\d+))$"
+)
 """An expert of the local layer, which is a module, or of Transformer Engine's, where all are one module."""
 
 MIXER = ".mixer."
@@ -41,6 +43,18 @@ def fused_names(config: "McaModelConfig", has_experts: bool) -> tuple[tuple[str,
     else:
         attention = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),)
     return attention if has_experts else (*attention, ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
+
+
+def expert_in_layer(name: str) -> tuple[int, str] | None:
+    """(number of the expert, name within it) for a name within a layer of Megatron; None for what is no expert's."""
+    if (match := _EXPERT_IN_LAYER.match(name)) is None:
+        return None
+    return int(match[1] or match[4]), match[2] or match[3]
+
+
+def expert_name(number: int, rest: str) -> str:
+    """Name within a layer of the checkpoint; `number` is that of the whole model's expert."""
+    return f"mlp.experts.experts.{number}.{rest}"
 
 
 def checkpoint_parameters(model: "McaLanguageModel") -> Iterator[tuple[str, "torch.Tensor"]]:
@@ -68,10 +82,9 @@ def checkpoint_parameters(model: "McaLanguageModel") -> Iterator[tuple[str, "tor
 
 def _layer_name(name: str, layer: "torch.nn.Module", config: "McaModelConfig", number: int) -> str:
     """Name within a layer of the checkpoint, for one within a chunk's layer that is of the kind of layer `number`."""
-    if match := _LOCAL_EXPERT.match(name):
-        expert = layer.mlp.local_expert_indices[int(match[1] or match[4])]
-        rest = match[2] + name[match.end() :] if match[1] else match[3] + "weight"
-        return f"mlp.experts.experts.{expert}.{rest}"
+    if found := expert_in_layer(name):
+        number, rest = found
+        return expert_name(layer.mlp.local_expert_indices[number], rest)
     renamed = _MAMBA_NAMES if number in config.mamba_layers else fused_names(config, number in config.moe_layers)
     for own, fused in renamed:
         if name.startswith(own):

@@ -27,7 +27,7 @@ from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.registry import family_of
 
 if TYPE_CHECKING:
-    from mca_lib.models.gpt import McaGPTModel
+    from mca_lib.models.language_model import McaLanguageModel
 
 SPREAD = 0.01
 """Standard deviation of the new rows around the mean, relative to that of the old rows."""
@@ -137,7 +137,7 @@ class _GrownTensor:
 
 
 @torch.no_grad()
-def fill_new_rows(models: Iterable["McaGPTModel"], reader: CheckpointReader, count: int, size: int) -> None:
+def fill_new_rows(models: Iterable["McaLanguageModel"], reader: CheckpointReader, count: int, size: int) -> None:
     """Set rows `count:size` of the vocabulary, which the checkpoint that was loaded does not have."""
     for name, parameter, start in _held_vocabulary(models):
         stop = min(start + len(parameter), size)
@@ -146,7 +146,19 @@ def fill_new_rows(models: Iterable["McaGPTModel"], reader: CheckpointReader, cou
             parameter[first - start : stop - start] = new_rows(name, reader.read(name), count, first, stop)
 
 
-def _held_vocabulary(models: Iterable["McaGPTModel"]) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
+@torch.no_grad()
+def zero_padding(model: "McaLanguageModel") -> None:
+    """Set the rows that pad a chunk's vocabulary for its tensor parallel ranks to zero.
+
+    They are never looked up and never predicted; zero makes them the same at every layout.
+    """
+    if not model.padding_rows:
+        return
+    for _, parameter, _ in _held_vocabulary([model]):
+        parameter[-model.padding_rows :] = 0
+
+
+def _held_vocabulary(models: Iterable["McaLanguageModel"]) -> Iterator[tuple[str, torch.nn.Parameter, int]]:
     """(Name in the checkpoint, parameter, number of its first row) of this rank's shares of the vocabulary."""
     from megatron.core import parallel_state
 
