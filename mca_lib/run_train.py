@@ -196,7 +196,7 @@ def _train(
 
     train_rows, eval_rows = _open_stores(training_args, data_args, finetuning_args)
     directory = download_model(model_args.model_name_or_path)
-    check_start(directory, training_args)
+    check_start(directory, training_args, lora=finetuning_args.finetuning_type == "lora")
     initialize_model_parallel(training_args, training_args.seed)
 
     from mca_lib.checkpoint.base import base_digest

@@ -18,12 +18,21 @@ _OTHER_BY_DESIGN = ("num_layers", "base model", "hybrid", "load_checkpoint")
 """Names in the identity of a run in which a hybrid differs from the transformer that it goes on from."""
 
 
-def check_start(directory: str | Path, args: TrainingArguments) -> None:
+def check_start(directory: str | Path, args: TrainingArguments, *, lora: bool = False) -> None:
     """Refuse what the model of a directory cannot become, and what it cannot go on from; no tensor is read.
+
+    Args:
+        lora: adapters alone are trained.
 
     Raises ConfigError or CheckpointError, with the reason and what to change.
     """
-    config = run_config(McaModelConfig.from_pretrained(directory), args)
+    base = McaModelConfig.from_pretrained(directory)
+    config = run_config(base, args)
+    if lora and config.mamba_layers and base.hybrid is None:
+        raise ConfigError(
+            f"hybrid_layer_pattern={args.hybrid_layer_pattern!r} with finetuning_type='lora': Mamba layers have no "
+            "adapters, so that fresh ones would be neither trained nor saved; use finetuning_type='full'"
+        )
     if args.load_checkpoint is not None:
         check_source(open_source(args.load_checkpoint), config, args)
 

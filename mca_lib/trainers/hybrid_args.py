@@ -57,7 +57,7 @@ class HybridArguments:
             raise ConfigError(f"fresh_seed={self.fresh_seed!r}: use a whole number from 0 to 2147483647")
         if self.hybrid_layer_pattern is not None:
             parse_pattern(self.hybrid_layer_pattern)
-        for name in self._set_without_pattern():
+        for name in self._fresh_fields() if self.hybrid_layer_pattern is None else ():
             raise ConfigError(f"{name}={getattr(self, name)!r} has no effect without hybrid_layer_pattern: set it too")
         for name, other in _ALONE_WITH.items():
             if getattr(self, name) and not getattr(self, other):
@@ -70,9 +70,19 @@ class HybridArguments:
         sizes = {spec.name: getattr(self, f"mamba_{spec.name}", None) for spec in fields(Mamba2)}
         return hybrid_layers(parse_pattern(self.hybrid_layer_pattern).layers, hidden_size, sizes)
 
-    def _set_without_pattern(self) -> Iterator[str]:
-        if self.hybrid_layer_pattern is not None:
-            return
+    def check_unchanged(self, own: HybridLayers) -> None:
+        """Raise ConfigError for a field that would make other layers of those that a hybrid has already."""
+        for name in self._fresh_fields():
+            has = getattr(own.mamba, name.removeprefix("mamba_"), None)
+            if getattr(self, name) != has:
+                found = "none of its layers is fresh" if has is None else f"its own is {has}"
+                raise ConfigError(
+                    f"{name}={getattr(self, name)!r} has no effect: the model is a hybrid already, and {found}; "
+                    "leave it out"
+                )
+
+    def _fresh_fields(self) -> Iterator[str]:
+        """Fields of layers to be made that are set."""
         for spec in fields(HybridArguments):
             if spec.name.startswith(("mamba_", "fresh_")) and getattr(self, spec.name) != spec.default:
                 yield spec.name

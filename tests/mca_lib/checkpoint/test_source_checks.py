@@ -100,6 +100,10 @@ def test_a_hybrid_does_not_go_back(ranks, source_folder, transformer, tmp_path):
         ({"hybrid_layer_pattern": "*-*-"}, "`mcaflow hybrid-pattern --layers 4` prints a pattern that fits"),
         ({"hybrid_layer_pattern": DENSE, "stage": "dpo"}, "load_checkpoint goes with stage pt or sft"),
         ({"hybrid_layer_pattern": DENSE, "finetuning_type": "lora"}, "load_checkpoint=.* no effect with .*'lora'"),
+        (
+            {"hybrid_layer_pattern": FRESH, "finetuning_type": "lora", "load_checkpoint": None},
+            "fresh ones would be neither trained nor saved",
+        ),
     ],
 )
 def test_a_run_ends_with_status_2_before_ranks_meet(
