@@ -18,7 +18,6 @@ from mca_lib.evaluation.report import comparison, note
 
 if TYPE_CHECKING:
     from flows.pipeline import PipelineResult
-    from tasks.store import Artifact
 
 # What `mcaflow run` asks of Prefect; whatever the environment or a profile says already wins.
 PREFECT_DEFAULTS = {
@@ -172,7 +171,7 @@ def _print_result(console: Console, config: PipelineConfig, result: "PipelineRes
     if summary := hybrid_summary(config, result.outcomes):
         console.print(f"\nhybrid {summary}", highlight=False, markup=False, soft_wrap=True)
     if "evaluate" in result.outcomes:
-        _print_evaluation(console, result.outcomes["evaluate"].artifact)
+        _print_evaluation(console, result)
     console.print()
     for name, stage, file in (
         ("data, with its loss tokens marked", "dataset", "preview.md"),
@@ -184,10 +183,10 @@ def _print_result(console: Console, config: PipelineConfig, result: "PipelineRes
             console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
 
 
-def _print_evaluation(console: Console, evaluation: "Artifact") -> None:
-    from flows.report import evaluation_metrics, is_worse
+def _print_evaluation(console: Console, result: "PipelineResult") -> None:
+    from flows.report import compared, is_worse
 
-    metrics = evaluation_metrics(evaluation)
+    metrics = compared(result.outcomes["evaluate"].artifact, result.verdict)
     heading, *rows = comparison(metrics)
     table = plain_table(*heading)
     for row in rows:
@@ -198,6 +197,8 @@ def _print_evaluation(console: Console, evaluation: "Artifact") -> None:
     console.print(note(metrics), style="dim")
     if is_worse(metrics):
         console.print("warning: the trained model is worse than the base model on held-out rows", style="yellow")
+    if result.verdict:
+        console.print(f"\n{result.verdict.message}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _short(value: object) -> str:

@@ -8,6 +8,7 @@ thread, which is the one that gets the signals.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from prefect import Task, flow, get_run_logger, task
 from prefect.cache_policies import NO_CACHE
@@ -19,11 +20,13 @@ from flows.gpu import occupying
 from flows.graph import Artifacts, StageName, check_refresh, nodes_of, nodes_until, waves
 from flows.preflight import check_model, check_pending, check_recipe, check_space
 from flows.recipe import PipelineConfig
-from flows.report import publish_report
+from flows.report import evaluation_metrics, publish_report
 from flows.reporting import StageReporter
+from tasks import promote as promotion
 from tasks.ledger import Run, recorded
 from tasks.process import terminate_all
-from tasks.stage import Outcome, at_once, ensure
+from tasks.promote import Verdict
+from tasks.stage import Outcome, Stage, at_once, ensure
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class PipelineResult:
     """What a run produced: the outcome of each stage, in pipeline order."""
 
     outcomes: dict[str, Outcome]
+    verdict: Verdict | None = None
+    """Whether the model was promoted, where the recipe asks for that."""
 
 
 def _run_name() -> str:
@@ -45,11 +50,13 @@ def pipeline(
 ) -> PipelineResult:
     """Download, tokenize, convert or translate, train, export, evaluate; what the store has is not computed again.
 
+    The result is promoted last, where the recipe asks for it.
+
     Args:
         config: The recipe.
         refresh: Stages to compute anew although the store has them. A retry of the run does so once: what an earlier
             attempt has computed anew is taken from the store.
-        until: Stop after this stage, and leave out what it does not need.
+        until: Stop after this stage, promote nothing, and leave out what the stage does not need.
     """
     try:
         return _run(config, refresh or (), until)
@@ -75,9 +82,17 @@ def _run(config: PipelineConfig, refresh: Collection[StageName], until: StageNam
             if "download" in wave:
                 check_model(config, outcomes["download"].artifact.path)
                 check_space(config, outcomes["download"].artifact.path, again, until)
+        verdict = None
+        if config.promote.model is not None and until is None:
+            artifacts = {name: outcome.artifact for name, outcome in outcomes.items()}
+            try:
+                verdict = promote(config, artifacts, run, return_state=True).result()
+            except Exception:
+                publish_report(config, outcomes)  # what was measured stands
+                raise
     if "evaluate" in outcomes:
-        publish_report(config, outcomes)
-    return PipelineResult(outcomes)
+        publish_report(config, outcomes, verdict)
+    return PipelineResult(outcomes, verdict)
 
 
 type _Job = tuple[PipelineConfig, Artifacts, bool, Run]
@@ -109,6 +124,27 @@ def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh
     note = describe(outcome)
     reporter.finished(note)
     return Completed(name="Cached" if outcome.cached else "Completed", message=note, data=outcome)
+
+
+@task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
+def promote(config: PipelineConfig, artifacts: Artifacts, run: Run) -> State[Verdict]:
+    """Give the model its name, if the gate lets it."""
+    reporter, store = StageReporter("promote", get_run_logger()), config.store.open()
+
+    def measure(stage: Stage) -> Mapping[str, Any]:
+        return evaluation_metrics(ensure(store, stage, reporter=reporter, run=run).artifact)
+
+    evaluation = nodes_of(config)["evaluate"].build(artifacts)
+    metrics = evaluation_metrics(artifacts["evaluate"])
+    try:
+        verdict = promotion.promote(store, config.promote, evaluation, metrics, measure, config.name)
+    except BaseException as error:
+        reporter.failed(error)
+        raise
+    reporter.finished(verdict.message)
+    return Completed(
+        name="Promoted" if verdict.decision.promoted else "NotPromoted", message=verdict.message, data=verdict
+    )
 
 
 def describe(outcome: Outcome) -> str:

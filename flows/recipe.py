@@ -20,6 +20,7 @@ from tasks.download import ModelConfig
 from tasks.evaluate import EvalConfig
 from tasks.export import ExportConfig
 from tasks.launchers.check import launcher_problems
+from tasks.promote import PromoteConfig, promotion_problems
 from tasks.remote import url_problem
 from tasks.section import Execution, Section
 from tasks.store import ArtifactStore
@@ -62,6 +63,7 @@ class PipelineConfig(Section):
     export: ExportConfig = ExportConfig()
     eval: EvalConfig = EvalConfig()
     launcher: LauncherConfig = LauncherConfig()
+    promote: PromoteConfig = PromoteConfig()
     store: StoreConfig = StoreConfig()
 
     @model_validator(mode="before")
@@ -112,6 +114,7 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
             "have no adapters; use full, with training.freeze: [transformer] to train them alone"
         )
     held_out = bool(dataset.eval_files) or dataset.eval_fraction > 0
+    yield from promotion_problems(config.promote, pairs=training.stage == "dpo", held_out=held_out)
     if training.eval_steps and not held_out:
         yield "training.eval_steps: no rows are held out; set dataset.eval_fraction or dataset.eval_files, or use 0"
 

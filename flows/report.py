@@ -11,26 +11,36 @@ from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from flows.plan import reason_in_recipe_names
 from flows.recipe import PipelineConfig
-from mca_lib.evaluation.report import comparison, note
+from mca_lib.evaluation.report import comparison, markdown, note, with_production
 from mca_lib.models.config import McaModelConfig
+from tasks.promote import Verdict
 from tasks.stage import Outcome
 from tasks.store import Artifact
 from tasks.translate import fresh_summary
 
 
-def publish_report(config: PipelineConfig, outcomes: Mapping[str, Outcome]) -> None:
-    """Create the table and the page of this run."""
-    metrics = evaluation_metrics(outcomes["evaluate"].artifact)
+def publish_report(config: PipelineConfig, outcomes: Mapping[str, Outcome], verdict: Verdict | None = None) -> None:
+    """Create the table and the page of this run; `verdict` says what became of its model."""
+    metrics = compared(outcomes["evaluate"].artifact, verdict)
     heading, *rows = comparison(metrics)
     if rows:
         table = [dict(zip(heading, row, strict=True)) for row in rows]
         create_table_artifact(table, key="evaluation", description=note(metrics))
-    create_markdown_artifact(_page(config, outcomes), key="run", description="Stages, model and samples of this run")
+    create_markdown_artifact(
+        _page(config, outcomes, verdict), key="run", description="Stages, model and samples of this run"
+    )
 
 
 def evaluation_metrics(artifact: Artifact) -> dict[str, Any]:
     """What the evaluate stage measured; see `mca_lib/evaluate.py`."""
     return json.loads((artifact.path / "metrics.json").read_text(encoding="utf-8"))
+
+
+def compared(evaluation: Artifact, verdict: Verdict | None) -> dict[str, Any]:
+    """What was measured, with the model that had the name where there was one."""
+    metrics = evaluation_metrics(evaluation)
+    production = verdict.production if verdict else None
+    return metrics if production is None else with_production(metrics, production)
 
 
 def is_worse(metrics: Mapping[str, Any]) -> bool:
@@ -42,7 +52,7 @@ def is_worse(metrics: Mapping[str, Any]) -> bool:
     return bool(change) and change["loss"] > 0
 
 
-def _page(config: PipelineConfig, outcomes: Mapping[str, Outcome]) -> str:
+def _page(config: PipelineConfig, outcomes: Mapping[str, Outcome], verdict: Verdict | None) -> str:
     stages = [
         f"| {name} | {'cached' if outcome.cached else 'computed'} | {outcome.seconds:.1f} | "
         f"`{outcome.artifact.key[:12]}` | {reason_in_recipe_names(name, outcome.reason)} |"
@@ -51,15 +61,22 @@ def _page(config: PipelineConfig, outcomes: Mapping[str, Outcome]) -> str:
     table = ["| stage | | seconds | artifact | why |", "| --- | --- | ---: | --- | --- |", *stages]
     saved = sum(o.artifact.record.producer.seconds for o in outcomes.values() if o.cached)
     summary = hybrid_summary(config, outcomes)
+    evaluation = outcomes["evaluate"].artifact
     parts = [
         f"# {config.name}",
+        *([f"Promotion: {verdict.message}"] if verdict else []),
         f"Model: `{outcomes['export'].artifact.path}`",
         *([f"Hybrid: `{summary}`"] if summary else []),
         "\n".join(table),
         f"The store saved {saved:.0f} s of computation.",
-        (outcomes["evaluate"].artifact.path / "report.md").read_text(encoding="utf-8"),
+        markdown(compared(evaluation, verdict), _samples(evaluation)),
     ]
     return "\n\n".join(parts)
+
+
+def _samples(evaluation: Artifact) -> list[dict[str, Any]]:
+    lines = (evaluation.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def hybrid_summary(config: PipelineConfig, outcomes: Mapping[str, Outcome]) -> str | None:

@@ -8,7 +8,9 @@ from flows.console import make_console, plain_table
 from mca_lib.errors import ConfigError
 from tasks.aliases import Aliases, Decision
 from tasks.collect import Collection, Policy, collect, folder_size, survey
+from tasks.ledger import store_lock
 from tasks.pins import pin, pins, unpin
+from tasks.promote import require_model
 from tasks.store import ArtifactStore
 
 
@@ -139,9 +141,10 @@ def promote_artifact(store: Path, reference: str, model: str, alias: str) -> Non
     """``mcaflow promote``: by hand, without a gate."""
     opened = ArtifactStore(store, create=False)
     artifact = find_artifact(opened, reference)
-    if opened.get(artifact.stage, artifact.key) is None:
-        raise ConfigError(f"{artifact.stage}/{artifact.key[:12]} is damaged; see `mcaflow verify`")
-    _print_decision(model, alias, Aliases(opened).promote(model, artifact, alias=alias, run="mcaflow promote"))
+    with store_lock(opened, exclusive=False):  # no collection between the look and the name
+        require_model(opened, artifact)
+        decision = Aliases(opened).promote(model, artifact, alias=alias, run="mcaflow promote")
+    _print_decision(model, alias, decision)
 
 
 def roll_back(store: Path, model: str, alias: str) -> None:

@@ -85,6 +85,18 @@ class Aliases:
         history = self.history(model, alias)
         return history[-1] if history else None
 
+    def withdrawn(self, model: str, alias: str = PRODUCTION) -> set[tuple[str, str, str]]:
+        """(stage, key, digest) of what was rolled back and has not been promoted since."""
+        found: set[tuple[str, str, str]] = set()
+        holders: list[Promotion] = []
+        for promotion in self.history(model, alias):
+            if promotion.rollback:
+                found.add(_identity(holders.pop()))
+            else:
+                holders.append(promotion)
+            found.discard(_identity(promotion))
+        return found
+
     def all(self) -> Iterator[tuple[str, str, list[Promotion]]]:
         """(model, alias, history) of every name in the store."""
         for path in sorted(self._root.glob("*/*.json")):
@@ -107,11 +119,7 @@ class Aliases:
         with self._locked(model):
             history = self.history(model, alias)
             before = history[-1] if history else None
-            if before is not None and (before.stage, before.key, before.digest) == (
-                artifact.stage,
-                artifact.key,
-                artifact.digest,
-            ):
+            if before is not None and _identity(before) == _identity(artifact):
                 self._link(model, alias, before)
                 return Decision(before, before)
             if found := refusals(before):
@@ -191,6 +199,10 @@ class Aliases:
                     f"{name!r:.80} cannot be the name of a {kind}: letters, digits, '.', '_' and '-' alone"
                 )
         return self._root / model / f"{alias}.json"
+
+
+def _identity(named: Promotion | Artifact) -> tuple[str, str, str]:
+    return named.stage, named.key, named.digest
 
 
 def _before(history: list[Promotion]) -> Promotion | None:

@@ -31,21 +31,42 @@ def comparison(metrics: Mapping[str, Any]) -> list[list[str]]:
     return [*rows, *_preference(metrics)]
 
 
+def with_production(metrics: Mapping[str, Any], production: Mapping[str, Any]) -> dict[str, Any]:
+    """`metrics` with a column for the model in production, which `production` measured as its `trained`."""
+    if not metrics["documents"]:
+        return dict(metrics)
+    merged = {**metrics, "models": _between(metrics["models"], production["models"]["trained"])}
+    if "preference" in metrics:
+        ours, theirs = metrics["preference"], production["preference"]
+        likelier = _between(ours["likelier"], theirs["likelier"]["trained"])
+        merged["preference"] = {**ours, "likelier": likelier, "production": theirs}
+    return merged
+
+
+def _between(models: Mapping[str, Any], production: Any) -> dict[str, Any]:
+    return {"base": models["base"], "production": production, "trained": models["trained"]}
+
+
 def _preference(metrics: Mapping[str, Any]) -> list[list[str]]:
     """Rows about pairs of answers, where the data set holds such."""
     if "preference" not in metrics:
         return []
     figures = metrics["preference"]
     likelier = list(figures["likelier"].values())
-    blank = [""] * (len(likelier) - 1)
-    stderr = figures["reward_margin_stderr"]
-    margin = f"{figures['reward_margin']:+.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
+    # Of the base model there are none.
+    rewards = [figures["production"], figures] if "production" in figures else [figures]
     change = f"{100 * (likelier[-1] - likelier[0]):+.1f} points".replace("-", MINUS)
     return [
         ["chosen answer likelier", *(f"{share:.1%}" for share in likelier), change],
-        ["reward accuracy", *blank, f"{figures['reward_accuracy']:.1%}", ""],
-        ["reward margin", *blank, margin.replace("-", MINUS), ""],
+        ["reward accuracy", "", *(f"{each['reward_accuracy']:.1%}" for each in rewards), ""],
+        ["reward margin", "", *(_margin(each) for each in rewards), ""],
     ]
+
+
+def _margin(figures: Mapping[str, Any]) -> str:
+    stderr = figures["reward_margin_stderr"]
+    margin = f"{figures['reward_margin']:+.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
+    return margin.replace("-", MINUS)
 
 
 def note(metrics: Mapping[str, Any]) -> str:

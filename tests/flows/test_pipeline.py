@@ -13,9 +13,10 @@ from prefect.states import Pending, State
 from flows.graph import nodes_of
 from flows.pipeline import PipelineResult, pipeline
 from flows.preflight import check_pending
-from flows.report import evaluation_metrics
+from flows.report import compared, evaluation_metrics
 from mca_lib.errors import ConfigError, DataError
 from mca_lib.evaluation.report import comparison
+from tasks.aliases import Aliases
 from tasks.ledger import entries, users
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run
@@ -102,14 +103,14 @@ def test_a_run_until_a_stage_computes_what_that_needs_and_nothing_else(run: Run)
 def test_the_ledger_says_what_a_run_used_and_how_it_ended(run: Run):
     store = run.config.store.open()
     pipeline(run.config)
-    pipeline(run.with_fields(dataset={"template": "qwen"}, export={"dtype": "float16"}), until="dataset")
+    pipeline(run.with_fields(dataset={"template": "qwen"}), until="dataset")
     with pytest.raises(ConfigError):
         pipeline(run.with_fields(dataset={"cutoff_len": 2**20}))
     (second, alive), (first, _), (finished, _) = entries(store)
     assert [(entry.name, entry.state, alive) for entry in (second, first, finished)] == [
         ("test", "completed", False)
     ] * 3
-    assert [(use.stage, use.cached) for use in first.uses] == [(name, True) for name in nodes_of(run.config)]
+    assert {use.stage: use.cached for use in first.uses} == dict.fromkeys(nodes_of(run.config), True)
     assert [(use.stage, use.cached) for use in second.uses] == [("download", True), ("dataset", False)]
     assert not any(use.cached for use in finished.uses)
     (export,) = store.ls("export")
@@ -140,6 +141,24 @@ def test_a_retry_takes_finished_stages_from_the_store(run: Run):
     assert "export" not in {name for name, state in task_states(failed).items() if state == "Completed"}
     folder.unlink()
     assert retried(failed, {"config": run.config}) == {"export"}
+
+
+def test_the_result_is_promoted_where_the_gate_lets_it(run: Run):
+    """Twice the same model is promoted once; another one is compared with it on this run's rows."""
+    first = pipeline(run.with_fields(promote={"model": "chat", "gate": ["heldout_loss < base"]}), return_state=True)
+    assert task_states(first)["promote"] == "Promoted"
+    gate = ["heldout_loss < production - 0.5", "accuracy >= 0"]
+    changed = run.with_fields(promote={"model": "chat", "gate": gate}, export={"dtype": "bfloat16"})
+    second = pipeline(changed, return_state=True)
+    assert (second.is_completed(), task_states(second)["promote"]) == (True, "NotPromoted")
+    verdict = second.result().verdict
+    assert verdict.message.startswith(f"chat/production not promoted: {gate[0]}: heldout_loss is ")
+    holder = first.result().outcomes["export"].artifact
+    names = Aliases(run.config.store.open())
+    assert [(held.key, held.run) for held in names.history("chat")] == [(holder.key, "test")]
+    heading, loss, *_ = comparison(compared(second.result().outcomes["evaluate"].artifact, verdict))
+    assert heading == ["measure", "base", "production", "trained", "change"]
+    assert float(loss[2]) == pytest.approx(names.current("chat").metrics["heldout_loss"], abs=1e-4)
 
 
 @pytest.mark.parametrize(

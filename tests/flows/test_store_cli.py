@@ -10,7 +10,7 @@ from flows.store_commands import seconds_of
 from mca_lib.errors import ConfigError, UserError
 from tasks.stage import ensure
 from tasks.store import ArtifactStore
-from tests.tasks.toys import Copy, Letter, whole
+from tests.tasks.toys import Copy, Exported, Letter, whole
 
 
 @pytest.fixture
@@ -48,15 +48,19 @@ def test_gc_lists_first_and_removes_when_told(store: ArtifactStore) -> None:
 
 
 def test_a_name_is_given_shown_and_given_back(store: ArtifactStore) -> None:
-    first, second = (artifact.key for artifact in store.ls("copy"))
+    for text in "ab":
+        ensure(store, Exported(text))
+    first, second = (artifact.key for artifact in store.ls("export"))
     mcaflow(store, "promote", first, "chat")
     said = mcaflow(store, "promote", second, "chat")
-    assert f"chat/production is copy/{second[:12]}, was copy/{first[:12]}" in said
-    assert f"chat/production is copy/{first[:12]}" in mcaflow(store, "rollback", "chat")
+    assert f"chat/production is export/{second[:12]}, was export/{first[:12]}" in said
+    assert f"chat/production is export/{first[:12]}" in mcaflow(store, "rollback", "chat")
     assert first[:12] in mcaflow(store, "models")
     history = mcaflow(store, "models", "chat")
     assert history.count("production") == 3
     assert "rollback" in history
+    with pytest.raises(ConfigError, match="is no exported model"):
+        mcaflow(store, "promote", store.ls("copy")[0].key, "chat")
     with pytest.raises(ConfigError, match="no model of this name"):
         mcaflow(store, "models", "other")
 

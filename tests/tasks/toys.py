@@ -46,6 +46,18 @@ class Letter(Stage):
 
 
 @dataclass(frozen=True)
+class Exported(Letter):
+    """In place of an exported model."""
+
+    name: ClassVar[str] = "export"
+
+    def produce(self, ctx: StageContext) -> Produced:
+        (ctx.staging / "config.json").write_text(self.text)
+        (ctx.staging / "tokenizer.json").write_text(self.text.partition("@")[2])
+        return Produced()
+
+
+@dataclass(frozen=True)
 class Copy(Stage):
     """Depends on a letter."""
 

@@ -1,6 +1,6 @@
 """The report as a person reads it."""
 
-from mca_lib.evaluation.report import markdown
+from mca_lib.evaluation.report import comparison, markdown, with_production
 
 METRICS = {
     "documents": 46,
@@ -64,3 +64,17 @@ def test_fence_is_longer_than_any_in_the_sample():
 def test_no_rows_is_a_sentence():
     metrics = {"documents": 0, "tokens": 0, "note": "no held-out rows", "models": {}, "difference": {}}
     assert markdown(metrics, []) == "# Evaluation\n\nNo held-out rows: loss and accuracy were not measured.\n"
+
+
+def test_the_model_in_production_has_a_column_between_the_others():
+    rewards = {"reward_accuracy": 0.5, "reward_margin": 0.25, "reward_margin_stderr": None}
+    ours = METRICS | {"preference": rewards | {"pairs": 2, "likelier": {"base": 0.5, "trained": 1.0}}}
+    theirs = {
+        "models": {"base": METRICS["models"]["base"], "trained": METRICS["models"]["base"] | {"loss": 2.5}},
+        "preference": rewards | {"reward_accuracy": 0.25, "likelier": {"base": 0.5, "trained": 0.75}},
+    }
+    heading, loss, _, _, likelier, accuracy, _ = comparison(with_production(ours, theirs))
+    assert heading == ["measure", "base", "production", "trained", "change"]
+    assert loss[1:4] == ["6.8800", "2.5000", "0.0414"]
+    assert likelier == ["chosen answer likelier", "50.0%", "75.0%", "100.0%", "+50.0 points"]
+    assert accuracy == ["reward accuracy", "", "25.0%", "50.0%", ""]
