@@ -21,7 +21,15 @@ HEARTBEAT_SECONDS = 60
 """Between two signs of life of a run; `flows.automations` waits for several of them."""
 
 # Fields that name files or folders, as section.field; a value may be a list.
-_PATHS = ("dataset.files", "dataset.eval_files", "dataset.dataset_dir", "eval.task_path", "store.path")
+_PATHS = (
+    "dataset.files",
+    "dataset.eval_files",
+    "dataset.dataset_dir",
+    "eval.task_path",
+    "promote.push_to",
+    "store.path",
+    "store.remote",
+)
 
 type Overlap = Literal["refuse", "queue"]
 
