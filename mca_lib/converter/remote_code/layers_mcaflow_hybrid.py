@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from .configuration_mcaflow_hybrid import McaflowHybridConfig
 
-type KeysValues = tuple[torch.Tensor, torch.Tensor]
+KeysValues = tuple[torch.Tensor, torch.Tensor]
 """Of all tokens so far, [B, G, T, D]."""
 
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from .configuration_mcaflow_hybrid import McaflowHybridConfig
 
-type MambaState = tuple[torch.Tensor, torch.Tensor]
+MambaState = tuple[torch.Tensor, torch.Tensor]
 """What a layer keeps of the tokens before: the convolution's last inputs [B, kernel - 1, C], and S [B, H, P, N]."""
 
 CHUNK = 64

@@ -23,7 +23,7 @@ from .configuration_mcaflow_hybrid import McaflowHybridConfig
 from .layers_mcaflow_hybrid import MLP, Attention, Context, Experts, KeysValues, RMSNorm, Rotary
 from .mamba2_mcaflow_hybrid import Mamba2, MambaState
 
-type LayerState = KeysValues | MambaState
+LayerState = KeysValues | MambaState
 """Of an attention or a Mamba layer; the batch comes first in both."""
 
 

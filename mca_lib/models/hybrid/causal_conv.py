@@ -37,27 +37,6 @@ def causal_conv(
     return _activate(y, activation).to(x_BLE.dtype)
 
 
-def conv_step(
-    state_BEW: torch.Tensor,
-    x_BE: torch.Tensor,
-    weight_EW: torch.Tensor,
-    bias_E: torch.Tensor | None = None,
-    *,
-    activation: str | None = "silu",
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token: y [B, E], and the state, which holds the last W inputs with the newest at the end."""
-    state_BEW = torch.cat([state_BEW[..., 1:], x_BE.unsqueeze(-1)], -1)
-    y_BE = (state_BEW * weight_EW).sum(-1)
-    if bias_E is not None:
-        y_BE = y_BE + bias_E
-    return _activate(y_BE, activation), state_BEW
-
-
-def conv_state(x_BLE: torch.Tensor, taps: int) -> torch.Tensor:
-    """The state [B, E, W] for `conv_step` after the tokens of x: its last inputs, zeros before the first."""
-    return F.pad(x_BLE.transpose(1, 2), (taps - x_BLE.shape[1], 0))
-
-
 def _activate(y: torch.Tensor, activation: str | None) -> torch.Tensor:
     if activation in ("silu", "swish"):
         return F.silu(y)

@@ -1,4 +1,4 @@
-"""Names of a transformer's weights in the checkpoint of the hybrid that starts from it, and back.
+"""Names of a transformer's weights in the checkpoint of the hybrid that starts from it.
 
     decoder.layers.3.self_attention.linear_qkv.weight      of transformer layer 3: in the layer of the fourth `*`
     decoder.layers.3.mlp.linear_fc1.weight                 in the layer of the fourth `-` or `E`
@@ -14,22 +14,6 @@ from mca_lib.models.hybrid.pattern import LayerMap
 TRANSFORMER_NORM, HYBRID_NORM = "decoder.final_layernorm.", "decoder.final_norm."
 
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.*)$")
-_ATTENTION = ("self_attention.", "input_layernorm.")
-_MLP = ("mlp.", "pre_mlp_layernorm.")
-
-
-def hybrid_name(name: str, layers: LayerMap) -> str:
-    """Name of a transformer's tensor in the hybrid's checkpoint. Raises ValueError for one that no layer can have."""
-    if name.startswith(TRANSFORMER_NORM):
-        return HYBRID_NORM + name.removeprefix(TRANSFORMER_NORM)
-    if not (match := _LAYER.match(name)):
-        return name
-    number, rest = int(match[1]), match[2]
-    if rest.startswith(_ATTENTION):
-        return f"decoder.layers.{layers.attention[number]}.{rest}"
-    if rest.startswith(_MLP):
-        return f"decoder.layers.{layers.mlp[number]}.{rest}"
-    raise ValueError(f"{name}: neither of a transformer layer's attention nor of its MLP")
 
 
 def transformer_name(name: str, layers: LayerMap) -> str | None:

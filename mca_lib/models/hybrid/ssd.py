@@ -145,28 +145,6 @@ def mamba_split_conv1d_scan_combined(
     return (found[0].flatten(-2), found[1]) if return_final_states else found.flatten(-2)
 
 
-def recurrence_step(
-    state_BHPN: torch.Tensor,
-    x_BHP: torch.Tensor,
-    dt_BH: torch.Tensor,
-    A_H: torch.Tensor,
-    B_BGN: torch.Tensor,
-    C_BGN: torch.Tensor,
-    D: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of the recurrence above: y [B, H, P] and the new state. dt as `step_sizes` returns it."""
-    groups = B_BGN.shape[1]
-    state_BGRPN = state_BHPN.unflatten(1, (groups, -1))
-    decay_BGR11 = (dt_BH * A_H).exp().unflatten(1, (groups, -1))[..., None, None]
-    dtx_BGRP1 = (x_BHP * dt_BH[..., None]).unflatten(1, (groups, -1))[..., None]
-    state_BGRPN = torch.addcmul(state_BGRPN * decay_BGR11, dtx_BGRP1, B_BGN[:, :, None, None, :])
-    y_BGXP = state_BGRPN.flatten(2, 3) @ C_BGN[..., None]
-    y_BHP = y_BGXP.reshape(x_BHP.shape)
-    if D is not None:
-        y_BHP = torch.addcmul(y_BHP, x_BHP, _per_head(D))
-    return y_BHP, state_BGRPN.reshape(state_BHPN.shape)
-
-
 def step_sizes(
     dt_BLH: torch.Tensor,
     dt_bias: torch.Tensor | None = None,

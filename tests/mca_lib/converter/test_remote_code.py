@@ -1,5 +1,6 @@
 """The code that an export of a hybrid writes, run as its users run it: from its directory, without this package."""
 
+import ast
 import json
 import shutil
 from pathlib import Path
@@ -54,6 +55,11 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     McaflowHybridForCausalLM(config).save_pretrained(folder)
     copy_code(folder)
     return folder
+
+
+def test_it_is_of_no_newer_python_than_transformers_needs() -> None:
+    for path in code_files():
+        ast.parse(path.read_text(), path.name, feature_version=(3, 10))
 
 
 @pytest.fixture(scope="module")
