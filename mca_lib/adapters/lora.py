@@ -22,7 +22,6 @@ T tokens, I inputs, O outputs, R rank of the adapter; a fused layer of M modules
 """
 
 import contextlib
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,6 +46,7 @@ from mca_lib.converter.mapping import Segment
 from mca_lib.converter.mappings import Row
 from mca_lib.converter.plan import Entry
 from mca_lib.models.config import McaModelConfig
+from mca_lib.named_random import named_generator
 from mca_lib.parallel import tensor_place
 
 
@@ -80,9 +80,8 @@ def initial_A(name: str, r: int, inputs: int, seed: int) -> torch.Tensor:
 
     It follows from the seed and the name alone, so that it is the same at every layout.
     """
-    number = int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7])
     bound = inputs**-0.5
-    return torch.empty(r, inputs).uniform_(-bound, bound, generator=torch.Generator().manual_seed(number))
+    return torch.empty(r, inputs).uniform_(-bound, bound, generator=named_generator(seed, name))
 
 
 class LoraLinear(torch.nn.Module):

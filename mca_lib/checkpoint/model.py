@@ -36,7 +36,7 @@ from mca_lib.models.hybrid.names import transformer_name
 from mca_lib.models.naming import checkpoint_parameters
 
 if TYPE_CHECKING:
-    from mca_lib.models.gpt import McaGPTModel
+    from mca_lib.models.language_model import McaLanguageModel
 
 _FULL = 64 << 20
 """Bytes; a disk with less left is taken to be full."""
@@ -44,7 +44,7 @@ _FULL = 64 << 20
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def save_model(models: list["McaGPTModel"], directory: str | Path) -> None:
+def save_model(models: list["McaLanguageModel"], directory: str | Path) -> None:
     """Write the weights into `directory`, which must be new or empty; collective over all ranks."""
     directory = Path(directory)
 
@@ -63,7 +63,7 @@ def save_model(models: list["McaGPTModel"], directory: str | Path) -> None:
 
 @torch.no_grad()
 def load_model(
-    models: list["McaGPTModel"], directory: str | Path, stored: McaModelConfig | None = None
+    models: list["McaLanguageModel"], directory: str | Path, stored: McaModelConfig | None = None
 ) -> CheckpointReader:
     """Fill the parameters of this rank's model chunks; collective over all ranks. Returns the open checkpoint.
 
@@ -127,7 +127,7 @@ def translated_failures(directory: Path, action: str) -> Iterator[None]:
         raise CheckpointError(f"{directory}: cannot be {action}: {str(cause).splitlines()[0]}") from e
 
 
-def _sharded_tensors(models: list["McaGPTModel"]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
+def _sharded_tensors(models: list["McaLanguageModel"]) -> dict[str, ShardedTensor | ShardedTensorFactory]:
     """The chunks' tensors as Megatron describes them, without the objects that only quantized training needs."""
     return {
         f"{chunk}.{name}": value

@@ -23,7 +23,7 @@ from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.registry import weights_family
 
 if TYPE_CHECKING:
-    from mca_lib.models.gpt import McaGPTModel
+    from mca_lib.models.language_model import McaLanguageModel
 
 Progress = Callable[..., None]
 
@@ -52,7 +52,7 @@ class ModelConverter:
         """Raises ModelError listing the names that do not fit; reads no weights."""
         return make_plan(self.config, source)
 
-    def check_targets(self, models: list["McaGPTModel"], plan: Plan) -> None:
+    def check_targets(self, models: list["McaLanguageModel"], plan: Plan) -> None:
         """Raises ModelError when the parameters of the model and the targets of the plan are not the same.
 
         Fresh layers of a hybrid are targets too, although the plan does not fill them.
@@ -76,7 +76,7 @@ class ModelConverter:
     @torch.no_grad()
     def load(
         self,
-        models: Iterable["McaGPTModel"],
+        models: Iterable["McaLanguageModel"],
         source: HfSource,
         plan: Plan | None = None,
         *,

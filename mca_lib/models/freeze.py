@@ -18,7 +18,7 @@ from mca_lib.models.config import McaModelConfig
 from mca_lib.models.naming import MIXER
 
 if TYPE_CHECKING:
-    from mca_lib.models.gpt import McaGPTModel
+    from mca_lib.models.language_model import McaLanguageModel
 
 
 TRANSFORMER = "transformer"
@@ -55,7 +55,7 @@ def frozen_weights(config: McaModelConfig, freeze: Sequence[str]) -> frozenset[s
     return frozenset(frozen)
 
 
-def freeze_weights(chunks: Sequence["McaGPTModel"], freeze: Sequence[str]) -> bool:
+def freeze_weights(chunks: Sequence["McaLanguageModel"], freeze: Sequence[str]) -> bool:
     """Turn the gradients of these weights off, before gradient buffers are made. Is there a weight left in each chunk?
 
     Raises ConfigError as `frozen_weights`.
@@ -76,7 +76,7 @@ def freeze_weights(chunks: Sequence["McaGPTModel"], freeze: Sequence[str]) -> bo
     return all(any(weight.requires_grad for weight in chunk.parameters()) for chunk in chunks)
 
 
-def let_gradients_through(chunk: "McaGPTModel") -> None:
+def let_gradients_through(chunk: "McaLanguageModel") -> None:
     """Behind a frozen embedding, too: a layer whose activations are computed again is skipped in the backward pass
     unless its input has a gradient."""
     chunk.embedding.register_forward_hook(lambda _, __, output: output.requires_grad_())

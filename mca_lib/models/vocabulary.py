@@ -10,7 +10,6 @@ order, so that a row is the same bits on every rank and at every layout. No rank
 it. A tied output layer is the embedding, in its new rows as in its old ones.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from mca_lib.converter.plan import TensorInfo
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.naming import checkpoint_parameters
 from mca_lib.models.registry import family_of
+from mca_lib.named_random import named_generator
 
 if TYPE_CHECKING:
     from mca_lib.models.language_model import McaLanguageModel
@@ -62,8 +62,7 @@ def new_rows(name: str, old: TensorSlice, count: int, first: int, last: int) -> 
 
 
 def _noise(name: str, row: int, hidden: int) -> torch.Tensor:
-    seed = int.from_bytes(hashlib.sha256(f"{name} {row}".encode()).digest()[:7])
-    return torch.randn(hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(hidden, generator=named_generator(name, row), dtype=torch.float64)
 
 
 def extra_rows(source: HfSource, config: McaModelConfig, size: int) -> dict[str, torch.Tensor]:

@@ -14,7 +14,6 @@ These are the distributions of Mamba-2's authors (https://arxiv.org/abs/2405.210
 `megatron.core.ssm.mamba_mixer` has too.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from mca_lib.converter.mapping import Shape
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.hybrid.weights import KEPT_IN_FP32, MAMBA_WEIGHTS
 from mca_lib.models.naming import checkpoint_parameters
+from mca_lib.named_random import named_generator
 from mca_lib.parallel import tensor_place
 
 type FreshMode = Literal["random", "zero_output"]
@@ -109,12 +109,7 @@ def _drawn(name: str, shape: Shape, config: McaModelConfig, seed: int, mode: Fre
     kind = name.partition(".mixer.")[2]
     if kind == "out_proj.weight" and mode == "zero_output":
         return torch.zeros(shape)
-    return _KINDS[kind](shape, _generator(seed, name), config)
-
-
-def _generator(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
+    return _KINDS[kind](shape, named_generator(seed, name), config)
 
 
 def _uniform(shape: Shape, generator: torch.Generator, low: float, high: float) -> torch.Tensor:
