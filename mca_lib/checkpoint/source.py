@@ -96,7 +96,9 @@ def open_source(path: str | Path) -> Source:
     """
     path = Path(path)
     if not path.is_dir():
-        raise CheckpointError(f"load_checkpoint={str(path)!r} is not a directory")
+        raise CheckpointError(
+            f"load_checkpoint={str(path)!r} is not a directory: name checkpoint-N/, or one of Megatron-LM"
+        )
     if (path / STATE_NAME).is_file():
         return _of_trainer(path)
     if (path / TRACKER).is_file():
@@ -117,7 +119,7 @@ def open_source(path: str | Path) -> Source:
 
 def _of_trainer(path: Path) -> Source:
     if damage := find_damage(path):
-        raise CheckpointError(f"load_checkpoint={str(path)!r} is damaged: {damage}")
+        raise CheckpointError(f"load_checkpoint={str(path)!r} is damaged: {damage}; use the one before it")
     state = json.loads((path / STATE_NAME).read_text())
     if "lora r" in state["run"]:
         raise CheckpointError(

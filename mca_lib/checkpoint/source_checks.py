@@ -18,6 +18,9 @@ _OTHER_BY_DESIGN = ("num_layers", "base model", "hybrid", "load_checkpoint")
 """Names in the identity of a run in which a hybrid differs from the transformer that it goes on from."""
 
 
+_OWN_MODEL = "give the model that it was made from as model_name_or_path"
+
+
 def check_start(directory: str | Path, args: TrainingArguments, *, lora: bool = False) -> None:
     """Refuse what the model of a directory cannot become, and what it cannot go on from; no tensor is read.
 
@@ -65,7 +68,7 @@ def check_run(source: Source, run: Mapping[str, Any], *, finetune: bool) -> None
     differing = [n for n in names if n in run and source.run[n] != run[n]]
     if differing:
         shown = ", ".join(f"{n}={source.run[n]!r} and not {run[n]!r}" for n in differing)
-        hint = "give the model that it was made from" if finetune else "use the same, or finetune=True to start anew"
+        hint = _OWN_MODEL if finetune else "use the same, or finetune=True to start anew"
         raise CheckpointError(f"load_checkpoint={str(source.path)!r} was made with {shown}: {hint}")
     if not finetune and source.step >= run["total_steps"]:
         raise CheckpointError(
@@ -101,17 +104,21 @@ def _check_transformer(source: Source, config: McaModelConfig, args: TrainingArg
     if config.hybrid is not None:
         check_translatable(config.hybrid.pattern, source.contents.num_layers, has_experts=source.contents.has_experts)
     elif source.contents.num_layers != config.num_layers:
-        raise CheckpointError(f"{where} has {source.contents.num_layers} layers, and the model {config.num_layers}")
+        raise CheckpointError(
+            f"{where} has {source.contents.num_layers} layers, and the model {config.num_layers}: {_OWN_MODEL}"
+        )
 
 
 def _check_shapes(source: Source, config: McaModelConfig, where: str) -> None:
     rows, hidden = source.contents.vocabulary
     if hidden != config.hidden_size:
-        raise CheckpointError(f"{where} has hidden size {hidden}, and the model {config.hidden_size}")
+        raise CheckpointError(f"{where} has hidden size {hidden}, and the model {config.hidden_size}: {_OWN_MODEL}")
     vocab_size = source.run.get("vocab_size", config.vocab_size)
     if vocab_size != config.vocab_size or rows < config.vocab_size:
         found = vocab_size if vocab_size != config.vocab_size else rows
-        raise CheckpointError(f"{where} has a vocabulary of {found}, and the model one of {config.vocab_size}")
+        raise CheckpointError(
+            f"{where} has a vocabulary of {found}, and the model one of {config.vocab_size}: {_OWN_MODEL}"
+        )
 
 
 def _check_optimizer(source: Source, args: TrainingArguments, where: str) -> None:
