@@ -51,7 +51,9 @@ def deploy(
 server = typer.Typer(help="The Prefect server of one machine.", no_args_is_help=True)
 
 Pool = Annotated[str, typer.Option(help="Work pool.")]
-Port = Annotated[int, typer.Option(min=1, max=65535, help="Of the server's API and UI.")]
+Port = Annotated[
+    int, typer.Option(min=1, max=65535, envvar="PREFECT_SERVER_API_PORT", help="Of the server's API and UI.")
+]
 Gpus = Annotated[
     int | None, typer.Option(min=0, help="Slots of the limit that trainings share; default: the GPUs of this machine.")
 ]

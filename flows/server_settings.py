@@ -50,17 +50,10 @@ def apply(port: int) -> str:
             "PREFECT_SERVER_API_AUTH_STRING=USER:PASSWORD, or use 127.0.0.1 behind a proxy with TLS"
         )
     origin = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-    defaults = (
-        SERVER
-        | CLIENT
-        | {
-            "PREFECT_SERVER_API_PORT": str(port),
-            "PREFECT_API_URL": f"{origin}/api",
-            "PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin,
-            "PREFECT_UI_API_URL": f"{origin}/api",
-        }
-    )
-    for name, value in defaults.items():
+    # Whatever else the environment names, this is about the server on that port.
+    env |= {"PREFECT_SERVER_API_PORT": str(port), "PREFECT_API_URL": f"{origin}/api"}
+    addresses = {"PREFECT_SERVER_API_CORS_ALLOWED_ORIGINS": origin, "PREFECT_UI_API_URL": f"{origin}/api"}
+    for name, value in (SERVER | CLIENT | addresses).items():
         env.setdefault(name, value)
     if "PREFECT_SERVER_API_AUTH_STRING" in env:
         env.setdefault("PREFECT_API_AUTH_STRING", env["PREFECT_SERVER_API_AUTH_STRING"])

@@ -252,7 +252,7 @@ def test_a_crash_ends_what_carries_the_mark_of_the_run(client: SyncPrefectClient
 def test_a_server_that_others_reach_needs_a_password(monkeypatch: pytest.MonkeyPatch):
     for name in [name for name in os.environ if name.startswith("PREFECT")]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(os, "environ", dict(os.environ) | {"PREFECT_API_URL": "http://another/api"})
     assert server_settings.apply(4399) == "http://127.0.0.1:4399/api"
     assert os.environ["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"] == server_settings.FILESYSTEM_LEASES
     os.environ["PREFECT_SERVER_API_HOST"] = "0.0.0.0"
