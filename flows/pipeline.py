@@ -23,9 +23,11 @@ from flows.recipe import PipelineConfig
 from flows.report import evaluation_metrics, publish_report
 from flows.reporting import StageReporter
 from tasks import promote as promotion
+from tasks.cancel import scope
 from tasks.ledger import Run, recorded
 from tasks.process import terminate_all
 from tasks.promote import Verdict
+from tasks.push import push
 from tasks.stage import Outcome, Stage, at_once, ensure
 
 
@@ -138,6 +140,11 @@ def promote(config: PipelineConfig, artifacts: Artifacts, run: Run) -> State[Ver
     metrics = evaluation_metrics(artifacts["evaluate"])
     try:
         verdict = promotion.promote(store, config.promote, evaluation, metrics, measure, config.name)
+        if verdict.decision.promoted and config.promote.push_to:
+            trained, target = evaluation.trained, config.promote.push_to
+            with scope() as running:
+                pushed = push(store, verdict.model, verdict.alias, trained, target, running.check)
+            reporter.info(f"pushed to {target}" if pushed else f"not pushed: {verdict.model} has a newer holder")
     except BaseException as error:
         reporter.failed(error)
         raise

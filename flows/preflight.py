@@ -31,6 +31,7 @@ from mca_lib.trainers.tracking import tracker_problems
 from tasks.checkpoint_config import starting_model
 from tasks.convert import converted_bytes
 from tasks.launchers.check import check_devices, check_launcher, check_secrets
+from tasks.push import push_problem
 from tasks.store import ArtifactStore
 from tasks.train import tracker_secrets, training_space
 
@@ -43,6 +44,8 @@ def check_recipe(config: PipelineConfig) -> None:
     _check_features(config)
     if remote := config.store.open().remote:
         remote.require_package()
+    if config.promote.push_to is not None and (problem := push_problem(config.promote.push_to)):
+        raise ConfigError(f"promote.push_to: {problem}")
     if config.dataset.template is not None:
         check_template(config.dataset.template)
     resolve_storage(config.dataset, config.training.stage, resolve_sources(config.dataset, config.training.stage))

@@ -27,6 +27,7 @@ from mca_lib.errors import ResourceError, UserError
 JOBS: dict[str, str] = {
     "resolve_model": "mca_lib.hub:resolve_model",
     "download_model": "mca_lib.hub:download_model",
+    "upload_model": "mca_lib.hub_upload:upload_model",
     "dataset": "mca_lib.data.prepare:dataset",
     "convert": "mca_lib.converter.jobs:convert",
     "translate": "mca_lib.converter.jobs:translate",

@@ -116,7 +116,7 @@ class Aliases:
 
         The holder itself keeps the name, and nothing is written.
         """
-        with self._locked(model):
+        with self.locked(model):
             history = self.history(model, alias)
             before = history[-1] if history else None
             if before is not None and _identity(before) == _identity(artifact):
@@ -143,7 +143,7 @@ class Aliases:
         Raises:
             StoreError: nobody had the name before, or that artifact is no longer whole in the store.
         """
-        with self._locked(model):
+        with self.locked(model):
             history = self.history(model, alias)
             target = _before(history)
             if target is None:
@@ -181,7 +181,8 @@ class Aliases:
             os.replace(temporary, link)
 
     @contextmanager
-    def _locked(self, model: str) -> Iterator[None]:
+    def locked(self, model: str) -> Iterator[None]:
+        """Within this nobody else changes a name of the model."""
         folder = self._file(model, PRODUCTION).parent
         with self._store.guard("cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)

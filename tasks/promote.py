@@ -35,6 +35,8 @@ class PromoteConfig(Section):
     """Name within the model that the result gets."""
     gate: Execution[list[str]] = Field(default_factory=list)
     """Conditions, all of which must hold, for instance `heldout_loss < production - 0.01` or `accuracy >= base`."""
+    push_to: Execution[str | None] = None
+    """Where the promoted model is brought: a directory, or a repository `hf://organization/name`, with HF_TOKEN."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ def promotion_problems(config: PromoteConfig, *, pairs: bool, held_out: bool) ->
         yield "promote.gate: conditions for no promotion; name the model in promote.model"
     if config.gate and not held_out:
         yield "promote.gate: no rows are held out to measure; set dataset.eval_fraction or dataset.eval_files"
+    if config.push_to is not None and config.model is None:
+        yield "promote.push_to: only what is promoted is pushed; name the model in promote.model"
     known = MEASURES + (PREFERENCES if pairs else ())
     for text in config.gate:
         try:
