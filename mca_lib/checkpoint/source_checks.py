@@ -52,6 +52,7 @@ def check_source(source: Source, config: McaModelConfig, args: TrainingArguments
     else:
         _check_transformer(source, config, args, where)
     _check_shapes(source, config, where)
+    _check_parts(source, config, where)
     if not args.no_load_optim:
         _check_optimizer(source, args, where)
 
@@ -119,6 +120,27 @@ def _check_shapes(source: Source, config: McaModelConfig, where: str) -> None:
         raise CheckpointError(
             f"{where} has a vocabulary of {found}, and the model one of {config.vocab_size}: {_OWN_MODEL}"
         )
+
+
+_PARTS = {
+    "output_layer.weight": "untied",
+    ".linear_qkv.bias": "qkv_bias",
+    ".linear_proj.bias": "attention_output_bias",
+    ".q_layernorm.weight": "qk_layernorm",
+    ".mlp.linear_fc1.bias": "mlp_bias",
+}
+"""End of the name of a weight → property of a config that has it. Megatron reads what a model asks for, and no more."""
+
+
+def _check_parts(source: Source, config: McaModelConfig, where: str) -> None:
+    """A part that the source has trained and the model lacks would be left behind in silence."""
+    stored = [key for key in source.contents.stored if not key.startswith("optimizer.")]
+    for end, name in _PARTS.items():
+        if not getattr(config, name) and (found := [key for key in stored if key.endswith(end)]):
+            raise CheckpointError(
+                f"{where} has {found[0]}, and the model has none ({name} is false): give the model that it was made "
+                "from as model_name_or_path"
+            )
 
 
 def _check_optimizer(source: Source, args: TrainingArguments, where: str) -> None:

@@ -65,6 +65,22 @@ def test_another_model(source_folder, transformer):
         check_source(open_source(transformer.checkpoint), short, _arguments())
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("output_layer.weight", "untied is false"),
+        ("decoder.layers.self_attention.linear_qkv.bias", "qkv_bias is false"),
+        ("decoder.layers.self_attention.q_layernorm.weight", "qk_layernorm is false"),
+    ],
+)
+def test_a_part_that_the_model_lacks_is_not_left_behind(source_folder, transformer, name, said):
+    source = open_source(transformer.checkpoint)
+    check_source(source, _config(source_folder), _arguments())
+    source.contents.stored[name] = source.contents.stored["decoder.layers.self_attention.linear_qkv.weight"]
+    with pytest.raises(CheckpointError, match=rf"has {name}, and the model has none \({said}\)"):
+        check_source(source, _config(source_folder), _arguments())
+
+
 def test_an_optimizer_that_another_model_cannot_read(ranks, source_folder, transformer, tmp_path):
     options = {**OPTIONS, "use_legacy_model": True, "load_checkpoint": str(transformer.checkpoint)}
     for sharding in ("dp_reshardable", "dp_zero_gather_scatter"):
