@@ -3,22 +3,31 @@
 torchrun's stores listen on every interface, whatever the rendezvous endpoint and the local address say (torch 2.15),
 and whoever reaches them can write into them. Here they are handed a socket that is bound to that address: 127.0.0.1 on
 one machine. Ranks that compute on CPU get the memory settings of `mca_lib.heap`.
+
+Exit status: that of torchrun; 2, and one line in place of a traceback, where a rank met a mistake of the user. Whoever
+sets MCAFLOW_RANK_ERRORS finds the reasons there and tells them itself.
 """
 
+import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch.distributed
 from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.launcher import api as launcher
 
 from mca_lib.heap import heap_settings
+from mca_lib.rank_process import ERRORS_VARIABLE, first_failure
 from mca_lib.restarts import RestartingAgent
 
 
@@ -48,7 +57,26 @@ def main() -> None:
         os.environ.update(heap_settings())  # the ranks inherit it
     from torch.distributed.run import main as torchrun
 
-    torchrun()
+    with _reasons_told():
+        torchrun()
+
+
+@contextlib.contextmanager
+def _reasons_told() -> Iterator[None]:
+    """End with exit status 2 and the user's mistake where that ended a rank, unless somebody else reads the reasons."""
+    if ERRORS_VARIABLE in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="mcaflow-ranks-") as folder:
+        os.environ[ERRORS_VARIABLE] = folder
+        try:
+            yield
+        except ChildFailedError:
+            failure = first_failure(Path(folder))
+            if failure is None or failure["kind"] != "user":
+                raise
+            print(f"error: {failure['message']}", file=sys.stderr)
+            sys.exit(2)
 
 
 def _address(host_name: str) -> str:

@@ -189,7 +189,9 @@ class Mamba2:
         if not self.norm_epsilon > 0:
             raise ModelError(f"model config: hybrid: mamba: norm_epsilon={self.norm_epsilon} must be greater than 0")
         if self.num_heads % self.num_groups:
-            raise ModelError(f"model config: {self.num_heads} Mamba heads do not divide into {self.num_groups} groups")
+            raise ModelError(
+                f"model config: {self.num_heads} Mamba heads do not divide into num_groups={self.num_groups}"
+            )
 
     @property
     def inner_size(self) -> int:

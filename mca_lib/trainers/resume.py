@@ -1,7 +1,7 @@
 """Where a training begins: at the newest checkpoint of its folder, else at another training's, else at step 0."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,13 @@ def resume(
     source = _checked_source(engine, config, run)
     translated = config.hybrid is not None and not source.contents.is_hybrid
     step = start_from(source, engine, config.layer_map if translated else None)
-    log.info("starting at step %d from %s", step, source.path)
+    fresh = f"; layers {_listed(config.layer_map.fresh)} are fresh" if translated and config.mamba_layers else ""
+    log.info("starting at step %d from %s%s", step, source.path, fresh)
     return step, Totals(**source.totals) if step else Totals()
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
 
 
 def source_identity(args: TrainingArguments) -> dict[str, Any]:

@@ -40,7 +40,7 @@ main()
 """
 
 
-def launch(folder: Path, script: str, *arguments: object) -> tuple[int, str]:
+def launch(folder: Path, script: str, *arguments: object, supervised: bool = True) -> tuple[int, str]:
     """Two ranks with two restarts. Returns exit status and output."""
     (folder / "failures").mkdir(parents=True)
     (folder / "rank.py").write_text(script)
@@ -48,7 +48,7 @@ def launch(folder: Path, script: str, *arguments: object) -> tuple[int, str]:
     where = ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", folder / "rank.py"]
     command = [sys.executable, "-m", "mca_lib.launch", *options, *where, *arguments]
     told = {ERRORS_VARIABLE: str(folder / "failures"), "MCAFLOW_PROGRESS": str(folder / "told")}
-    env = {**os.environ, "PYTHONPATH": os.getcwd(), **told, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "PYTHONPATH": os.getcwd(), **(told if supervised else {}), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*map(str, command)], env=env, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
@@ -70,6 +70,14 @@ def test_a_mistake_of_the_user_and_sigterm_are_not_tried_again(tmp_path, ending,
     assert ("all ranks are started again after" in output) == (ending == "defect")
     again = ["rank 1 failed: ValueError: once; all ranks start again, restart 1 of 2"]
     assert warnings(tmp_path / "run") == (again if ending == "defect" else [])
+
+
+def test_without_a_supervisor_the_launcher_itself_tells_a_mistake_of_the_user(tmp_path):
+    (tmp_path / "started").mkdir()
+    status, output = launch(tmp_path / "run", ATTEMPT, tmp_path / "started", "word", supervised=False)
+    assert status == 2
+    assert output.splitlines()[-1] == "error: mend this"
+    assert "Traceback" not in output
 
 
 def test_a_rank_that_is_killed_costs_the_steps_since_the_newest_checkpoint(ranks, tmp_path):

@@ -43,9 +43,7 @@ def test_layout_that_does_not_fit_names_both_sides(sizes, message):
 def test_context_parallel_ranks_share_heads_by_whole_groups():
     config = hybrid_config("dense", num_heads=12, num_groups=6)
     check_config_layout(config, Layout(context=2))
-    with pytest.raises(
-        ConfigError, match=r"does not fit the 12 heads in 6 groups of a .*; use one of \[1, 2,"
-    ):
+    with pytest.raises(ConfigError, match=r"does not fit the 12 heads in 6 groups of a .*; use one of \[1, 2,"):
         check_config_layout(config, Layout(context=4))
     with pytest.raises(ConfigError, match=r"the 6 heads in 3 groups .* on each of parallel\.tensor=2 ranks"):
         check_config_layout(config, Layout(tensor=2, context=2))
