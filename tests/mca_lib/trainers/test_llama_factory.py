@@ -210,11 +210,14 @@ def test_what_only_megatron_core_does_is_refused(changes, named):
         refuse_megatron_arguments(Seq2SeqTrainingArguments(output_dir="out", **changes))
 
 
-@pytest.mark.parametrize(("mtp", "moe", "named"), [(1, None, "multi-token"), (0, object(), "with experts")])
-def test_a_model_that_would_lose_a_part_is_refused(mtp, moe, named):
+@pytest.mark.parametrize(
+    ("mtp", "moe", "hybrid", "named"),
+    [(1, None, None, "multi-token"), (0, object(), None, "with experts"), (0, None, object(), "hybrid")],
+)
+def test_a_model_that_would_lose_a_part_is_refused(mtp, moe, hybrid, named):
     from types import SimpleNamespace
 
     from mca_lib.trainers.llama_factory import check_model
 
     with pytest.raises(ConfigError, match=named):
-        check_model(SimpleNamespace(mtp_num_layers=mtp, moe=moe), adapters=True)
+        check_model(SimpleNamespace(mtp_num_layers=mtp, moe=moe, hybrid=hybrid), adapters=True)
