@@ -28,7 +28,13 @@ COMMON = {
     "eval.max_new_tokens": 48,
 }
 LORA = {"training.finetuning_type": "lora", "training.learning_rate": 2e-4, "lora.r": 16, "lora.alpha": 32}
-PAIRS = {"training.stage": "dpo", "training.learning_rate": 5e-5, "dataset.formatting": "sharegpt"}
+PAIRS = {
+    "training.stage": "dpo",
+    "training.learning_rate": 1e-5,
+    "training.global_batch_size": 8,
+    "dataset.formatting": "sharegpt",
+    "dataset.eval_fraction": 0.15,
+}
 TEXT = {"training.stage": "pt", "training.learning_rate": 5e-5, "dataset.formatting": "text", "dataset.template": None}
 TRAININGS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft": ("sft", {"training.learning_rate": 5e-5}),
