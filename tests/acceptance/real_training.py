@@ -76,7 +76,7 @@ def main() -> int:
         failures += [] if verdict else [name]
         rows.append((name, *figures))
     show(
-        f"{options.model.name}, {options.steps} steps of 4 rows",
+        f"{options.model.name}, {options.steps} steps",
         ("training", "loss first, last", "held-out loss", "measure", "seconds", "report"),
         rows,
     )
