@@ -7,19 +7,18 @@ The file is the truth: a link that a crash left behind is mended by the next cha
 within which the caller decides, so two runs cannot both win against the same predecessor.
 """
 
-import fcntl
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.errors import StoreError
+from tasks.locks import locked
+from tasks.record import utc
 from tasks.store import Artifact, ArtifactStore
 
 FOLDER = ".models"
@@ -91,10 +90,10 @@ class Aliases:
         holders: list[Promotion] = []
         for promotion in self.history(model, alias):
             if promotion.rollback:
-                found.add(_identity(holders.pop()))
+                found.add(identity(holders.pop()))
             else:
                 holders.append(promotion)
-            found.discard(_identity(promotion))
+            found.discard(identity(promotion))
         return found
 
     def all(self) -> Iterator[tuple[str, str, list[Promotion]]]:
@@ -119,7 +118,7 @@ class Aliases:
         with self.locked(model):
             history = self.history(model, alias)
             before = history[-1] if history else None
-            if before is not None and _identity(before) == _identity(artifact):
+            if before is not None and identity(before) == identity(artifact):
                 self._link(model, alias, before)
                 return Decision(before, before)
             if found := refusals(before):
@@ -128,7 +127,7 @@ class Aliases:
                 stage=artifact.stage,
                 key=artifact.key,
                 digest=artifact.digest,
-                time=_now(),
+                time=utc(),
                 run=run,
                 metrics=metrics or {},
             )
@@ -154,7 +153,7 @@ class Aliases:
                     f"{model}/{alias}: {target.stage}/{target.key[:12]} is no longer whole in the store; run its "
                     "recipe again, or promote another artifact"
                 )
-            back = target.model_copy(update={"time": _now(), "run": run, "rollback": True})
+            back = target.model_copy(update={"time": utc(), "run": run, "rollback": True})
             self._write(model, alias, [*history, back])
             return Decision(back, history[-1])
 
@@ -186,12 +185,8 @@ class Aliases:
         folder = self._file(model, PRODUCTION).parent
         with self._store.guard("cannot be written"):
             folder.mkdir(parents=True, exist_ok=True)
-            descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with locked(self._store, folder / ".lock"):
             yield
-        finally:
-            os.close(descriptor)
 
     def _file(self, model: str, alias: str) -> Path:
         for kind, name in (("model", model), ("alias", alias)):
@@ -202,7 +197,8 @@ class Aliases:
         return self._root / model / f"{alias}.json"
 
 
-def _identity(named: Promotion | Artifact) -> tuple[str, str, str]:
+def identity(named: Promotion | Artifact) -> tuple[str, str, str]:
+    """What is equal where a promotion is of an artifact: the key, and the very content."""
     return named.stage, named.key, named.digest
 
 
@@ -215,12 +211,3 @@ def _before(history: list[Promotion]) -> Promotion | None:
         else:
             holders.append(promotion)
     return holders[-2] if len(holders) > 1 else None
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def summary(metrics: dict[str, Any]) -> dict[str, float]:
-    """The numbers among these, by name."""
-    return {name: float(value) for name, value in metrics.items() if isinstance(value, int | float)}

@@ -12,7 +12,7 @@ from tasks.digests import digest_files
 from tasks.errors import StageFailed, StoreError
 from tasks.lease import Lease, any_held, is_held
 from tasks.process import kill_tagged, secret_in
-from tasks.publish import publish, seal
+from tasks.publish import publish, publish_recorded, seal
 from tasks.record import ArtifactRecord, FileEntry, InputEntry, finite, producer
 from tasks.report import Reporter
 from tasks.store import Artifact, ArtifactStore
@@ -76,19 +76,13 @@ def fetch(
     if store.remote is None:
         return None
     with store.guard("cannot be written"):
-        store.staging.mkdir(exist_ok=True)
-        staging = store.staging / f"{lease.path.name}.{uuid.uuid4().hex[:8]}"
-        staging.mkdir()
+        staging = _new_staging(store, lease)
         try:
             record = store.remote.fetch(name, key, staging, report)
             if record is None:
                 return None
             check()
-            cache = store.statcache.folder(store.location(name, key))
-            seal(staging, cache)
-            artifact = publish(store, staging, record, check, replace=False)
-            cache.save()
-            return artifact
+            return publish_recorded(store, staging, record, check)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
@@ -112,11 +106,17 @@ def _folders(store: ArtifactStore, stage: Stage, key: str, lease: Lease) -> tupl
         if not leftover.name.startswith(".") and not is_held(store.leases / holder):
             shutil.rmtree(leftover, ignore_errors=True)
     _sweep_work(store)
-    staging = store.staging / f"{lease.path.name}.{uuid.uuid4().hex[:8]}"
-    staging.mkdir()
+    staging = _new_staging(store, lease)
     work = store.work(stage.name, key)
     work.mkdir(parents=True, exist_ok=True)
     return staging, work
+
+
+def _new_staging(store: ArtifactStore, lease: Lease) -> Path:
+    store.staging.mkdir(exist_ok=True)
+    staging = store.staging / f"{lease.path.name}.{uuid.uuid4().hex[:8]}"
+    staging.mkdir()
+    return staging
 
 
 def _sweep_work(store: ArtifactStore) -> None:

@@ -6,13 +6,12 @@ A run writes its entry before it looks an artifact up, under the shared store lo
 exclusively, so an artifact that a run has found is never taken from under it.
 """
 
-import fcntl
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -21,6 +20,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks.errors import StoreError
 from tasks.lease import Owner
+from tasks.locks import locked
+from tasks.record import utc
 from tasks.store import ArtifactStore
 
 FOLDER = ".ledger"
@@ -87,7 +88,7 @@ class Run:
         self._computed_before = {(use.stage, use.key) for entry in earlier for use in entry.uses if use.cached is False}
         self._changing = threading.Lock()
         now = time.time()
-        started = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(now))
+        started = utc(now)
         self.entry = Entry(
             id=f"{int(now % 1 * 1e4):04d}{uuid.uuid4().hex[:8]}",
             name=name,
@@ -122,7 +123,7 @@ class Run:
     def finish(self, state: State) -> None:
         with self._changing:
             self.entry.state = state
-            self.entry.ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            self.entry.ended = utc()
             self._save()
 
     def _save(self) -> None:
@@ -173,16 +174,9 @@ def entries(store: ArtifactStore) -> list[tuple[Entry, bool]]:
     return found
 
 
-@contextmanager
-def store_lock(store: ArtifactStore, *, exclusive: bool) -> Iterator[None]:
+def store_lock(store: ArtifactStore, *, exclusive: bool) -> AbstractContextManager[None]:
     """Shared while artifacts are looked up, exclusive while some are moved away; the kernel frees it at a crash."""
-    with store.guard("cannot be written"):
-        descriptor = os.open(store.root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX if exclusive else fcntl.LOCK_SH)
-        yield
-    finally:
-        os.close(descriptor)
+    return locked(store, store.root / LOCK, exclusive=exclusive)
 
 
 def ledger_path(store: ArtifactStore, entry: Entry) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import Field
 
 from mca_lib.errors import ConfigError, UserError
-from tasks.aliases import PRODUCTION, Aliases, Decision, Promotion
+from tasks.aliases import PRODUCTION, Aliases, Decision, Promotion, identity
 from tasks.evaluate import EvaluateStage
 from tasks.gate import Condition, parse_condition
 from tasks.section import Execution, Section
@@ -183,7 +183,7 @@ def _measure_holder(
 ) -> tuple[Mapping[str, Any] | None, str | None]:
     """(Figures of the holder on the rows of `evaluation`, why there are none). Both None where nobody else holds it."""
     trained = evaluation.trained
-    if holder is None or (holder.stage, holder.key, holder.digest) == (trained.stage, trained.key, trained.digest):
+    if holder is None or identity(holder) == identity(trained):
         return None, None
     name = f"production, {holder.stage}/{holder.key[:12]},"
     artifact = store.get(holder.stage, holder.key)

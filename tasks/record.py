@@ -91,10 +91,15 @@ def producer(started: float, seconds: float) -> Producer:
         host=socket.gethostname(),
         pid=os.getpid(),
         run_id=RUN_ID,
-        started=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+        started=utc(started),
         seconds=round(seconds, 3),
         libraries=library_versions(),
     )
+
+
+def utc(seconds: float | None = None) -> str:
+    """A time in seconds since the epoch, or now, as ISO 8601."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(seconds))
 
 
 def library_versions() -> dict[str, str]:

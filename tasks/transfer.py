@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tasks.digests import digest_file
 from tasks.errors import StoreError
-from tasks.publish import publish, seal
+from tasks.publish import publish_recorded
 from tasks.record import RECORD_NAME, ArtifactRecord, UnreadableRecord, load
 from tasks.store import Artifact, ArtifactStore, Lineage
 from tasks.verify import Damage
@@ -129,9 +129,7 @@ def _publish(store: ArtifactStore, home: Path, source: Path, report: Callable[[s
     (home / RECORD_NAME).unlink()
     # Whatever lay outside of the other store lies in this one now.
     record = record.model_copy(update={"external": None})
-    seal(home, cache := store.statcache.folder(store.location(stage, key)))
-    artifact = publish(store, home, record, lambda: None, replace=False)
-    cache.save()
+    artifact = publish_recorded(store, home, record)
     report(f"{stage}/{key[:12]}  imported")
     return artifact
 
