@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from mca_lib.tiny_models import make_tiny_model
 from mca_lib.verification.card import read_card
-from mca_lib.verification.full_size import CONFIGS
+from mca_lib.verification.full_size_configs import CONFIGS
 from tests.mca_lib.tiny_models import save_hf
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ from mca_lib.models.layout_rules import chunks_of
 from mca_lib.models.memory import StageMemory, Training, chunk_tensors, stage_memory
 from mca_lib.models.registry import config_from_hf
 from mca_lib.models.size import local_parts
-from mca_lib.verification.tiny import TINY, tiny_config
+from mca_lib.verification.tiny import tiny_config
+from mca_lib.verification.tiny_configs import TINY
 from tests.mca_lib.models import memory_ranks
 from tests.mca_lib.models.hybrid.configs import HYBRIDS, hybrid_config
 

@@ -9,7 +9,8 @@ from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models import size
 from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.models.registry import config_from_hf
-from mca_lib.verification.full_size import CONFIGS, LAYOUTS, full_size, main, table_tensors, transformers_tensors
+from mca_lib.verification.full_size import full_size, main, table_tensors, transformers_tensors
+from mca_lib.verification.full_size_configs import CONFIGS, LAYOUTS
 
 # (billions in all, billions per token) of the models' own papers and cards.
 PUBLISHED = {

@@ -1,0 +1,147 @@
+"""Public hyper-parameters of models of full size, and a layout for each. Data only."""
+
+from typing import Any
+
+from mca_lib.models.layout import Layout
+from mca_lib.models.memory import Training
+
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+_DEEPSEEK_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "Llama-3.1-405B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 16384,
+        "intermediate_size": 53248,
+        "num_hidden_layers": 126,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _LLAMA3,
+    },
+    "Qwen2.5-72B": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 8192,
+        "intermediate_size": 29568,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "Mixtral-8x22B": {
+        "model_type": "mixtral",
+        "vocab_size": 32000,
+        "hidden_size": 6144,
+        "intermediate_size": 16384,
+        "num_hidden_layers": 56,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 65536,
+        "rms_norm_eps": 1e-5,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "Qwen3-235B-A22B": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "moe_intermediate_size": 1536,
+        "num_hidden_layers": 94,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "q_lora_rank": 1536,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 8,
+        "n_group": 8,
+        "topk_group": 4,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "num_nextn_predict_layers": 1,
+        "max_position_embeddings": 163840,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _DEEPSEEK_YARN,
+    },
+}
+
+LAYOUTS: dict[str, tuple[int, Layout, Training]] = {
+    "Llama-3.1-405B": (
+        1024,
+        Layout(tensor=8, pipeline=16, sequence_parallel=True, first_stage_layers=7, last_stage_layers=7),
+        Training(),
+    ),
+    "Qwen2.5-72B": (64, Layout(tensor=8, pipeline=4, sequence_parallel=True), Training()),
+    "Mixtral-8x22B": (
+        64,
+        Layout(tensor=2, pipeline=4, expert=8, expert_tensor=1, sequence_parallel=True),
+        Training(recompute="full"),
+    ),
+    "Qwen3-235B-A22B": (
+        256,
+        Layout(
+            tensor=4,
+            pipeline=8,
+            expert=16,
+            expert_tensor=1,
+            sequence_parallel=True,
+            first_stage_layers=11,
+            last_stage_layers=11,
+        ),
+        Training(),
+    ),
+    "DeepSeek-V3": (
+        1024,
+        Layout(pipeline=16, expert=64, expert_tensor=1, first_stage_layers=4, last_stage_layers=1),
+        Training(recompute="full"),
+    ),
+}
+"""(ranks, layout, training) that a user might choose; 126, 94 and 61 layers do not divide evenly."""

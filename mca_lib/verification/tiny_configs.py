@@ -1,0 +1,124 @@
+"""Configs of the families' tiny models, with every feature of the family's table on. Data only."""
+
+from typing import Any
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1027,  # odd: every tensor parallel size pads it
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # larger than usual, so that a wrong layer shows in the logits
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+# With heads of 16 the wavelengths are 6, 11, 20, 35, ...: short of, between and beyond the limits 8 and 27.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 32.0,
+    "low_freq_factor": 1.5,
+    "high_freq_factor": 5.0,
+    "original_max_position_embeddings": 40,
+}
+
+# Channels 0 to 7 of such a head turn 6.4, 3.6, 2.0, ... times in 40 tokens: the blend goes from 4 turns to half a turn.
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "beta_slow": 0.5,
+    "original_max_position_embeddings": 40,
+}
+
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
+
+# Rows have 120 tokens: every window cuts most of them.
+WINDOW = {"use_sliding_window": True, "sliding_window": 17}
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+TINY: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
+    "mistral": {"head_dim": 12, "sliding_window": 17, "rope_parameters": LINEAR_ROPE},
+    "mixtral": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 17,
+        "rope_parameters": YARN_ROPE,
+    },
+    "qwen2": {**WINDOW, "max_window_layers": 2, "rope_parameters": YARN_ROPE},
+    "qwen2_moe": {
+        **EXPERTS,
+        **WINDOW,
+        "max_window_layers": 3,
+        "num_experts": 4,
+        "decoder_sparse_step": 2,
+        "shared_expert_intermediate_size": 24,
+        "rope_parameters": YARN_ROPE,
+    },
+    "qwen3": {
+        **WINDOW,
+        "head_dim": 12,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": YARN_ROPE | {"truncate": False, "attention_factor": 0.7},
+    },
+    "qwen3_moe": {
+        **EXPERTS,
+        "head_dim": 12,
+        "attention_bias": True,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        **WINDOW,
+        "mlp_only_layers": [1],
+        "rope_parameters": YARN_ROPE,
+    },
+    "nemotron_h": {
+        "head_dim": 12,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+        "conv_kernel": 3,
+        "chunk_size": 16,
+        "time_step_min": 1e-9,  # see the family: transformers' limit is not the model's
+        "layer_norm_epsilon": 1e-3,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "moe_shared_expert_intermediate_size": 24,
+        "routed_scaling_factor": 2.5,
+    },
+    "deepseek_v3": {
+        "num_key_value_heads": 4,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 7,
+        "num_nextn_predict_layers": 1,
+        "rope_parameters": YARN_ROPE | {"mscale": 0.7, "mscale_all_dim": 1.3},
+    },
+}
+"""Model type → differences from `SHAPE`."""
