@@ -84,6 +84,8 @@ class McaModelConfig:
     """Rows of the source's embedding. Padding for tensor parallelism is never part of it."""
     max_position_embeddings: int
     norm_epsilon: float = 1e-6
+    zero_centered_norms: bool = False
+    """Every RMSNorm multiplies by 1 + weight, so that a weight of 0 is neutral."""
     rotary: bool = True
     """Queries and keys rotate by their position; without, attention has none."""
     rotary_base: float = 10000.0

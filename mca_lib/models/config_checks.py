@@ -47,6 +47,8 @@ def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
         raise ModelError(f"model config: moe.layers={config.moe_layers} are not the E of {hybrid.pattern!r}")
     if config.mtp_num_layers:
         raise ModelError("model config: a hybrid has no multi-token prediction (mtp_num_layers)")
+    if config.zero_centered_norms:
+        raise ModelError("model config: a hybrid has no zero-centred norms (zero_centered_norms)")
 
 
 def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -> LayerMap:
@@ -59,6 +61,10 @@ def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -
         raise ConfigError(f"{field}: a transformer with multi-token prediction cannot become a hybrid")
     if config.latent_attention is not None:
         raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
+    if config.zero_centered_norms:
+        raise ConfigError(
+            f"{field}: a transformer with zero-centred norms ({config.model_type}) cannot become a hybrid"
+        )
     if config.moe is not None and len(config.moe.layers) != config.num_layers:
         raise ConfigError(f"{field}: a transformer with dense and MoE layers cannot become a hybrid; all must be alike")
     pattern = model_pattern(hybrid.pattern, field)

@@ -60,6 +60,7 @@ def transformer_config(
         kv_channels=config.kv_channels,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_epsilon,
+        layernorm_zero_centered_gamma=config.zero_centered_norms,
         qk_layernorm=config.qk_layernorm or config.latent_attention is not None,
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
