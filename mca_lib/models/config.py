@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
-from mca_lib.models.config_checks import check_hybrid, check_latent_attention, checked_layers
+from mca_lib.models.config_checks import check_hybrid, check_latent_attention, check_rotary, checked_layers
 from mca_lib.models.config_fields import from_json
 from mca_lib.models.config_files import CONFIG_NAME, is_mca_checkpoint, read_hf_config, read_json
 from mca_lib.models.config_json import parts_from_json
@@ -89,6 +89,8 @@ class McaModelConfig:
     rotary: bool = True
     """Queries and keys rotate by their position; without, attention has none."""
     rotary_base: float = 10000.0
+    rotary_channels: int | None = None
+    """The first channels of a head, which rotate, where the others stay as they are; None: all rotate."""
     rope_scaling: RopeScaling | None = None
     sliding_window: int | None = None
     """Tokens that a query sees, its own included; None: all before it."""
@@ -131,10 +133,13 @@ class McaModelConfig:
             )
         if self.latent_attention is not None:
             check_latent_attention(self)
-        elif self.kv_channels % 2:
-            raise ModelError(
-                f"model config: head size kv_channels={self.kv_channels} (head_dim) is odd; channels rotate in pairs"
-            )
+        else:
+            check_rotary(self)
+
+    @property
+    def rotating_channels(self) -> int:
+        """Channels of a head that rotate."""
+        return self.rotary_channels or self.kv_channels
 
     # Sizes that the weight tables name.
 

@@ -35,6 +35,18 @@ def check_latent_attention(config: "McaModelConfig") -> None:
         )
 
 
+def check_rotary(config: "McaModelConfig") -> None:
+    """Channels rotate in pairs, and those that do are in the head."""
+    channels, head = config.rotary_channels, config.kv_channels
+    if channels is None and head % 2:
+        raise ModelError(f"model config: head size kv_channels={head} (head_dim) is odd; channels rotate in pairs")
+    if channels is not None and (channels % 2 or not 0 < channels < head):
+        raise ModelError(
+            f"model config: rotary_channels={channels} (partial_rotary_factor) must be even, and less than the head "
+            f"size {head}; channels rotate in pairs"
+        )
+
+
 def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
     """The layers of the pattern are those that the config numbers."""
     try:
@@ -59,6 +71,10 @@ def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -
         raise ConfigError(f"{field}: the model is a hybrid already, of pattern {config.hybrid.pattern!r}")
     if config.mtp_num_layers:
         raise ConfigError(f"{field}: a transformer with multi-token prediction cannot become a hybrid")
+    if config.rotary_channels is not None:
+        raise ConfigError(
+            f"{field}: a transformer of whose heads a part rotates ({config.model_type}) cannot become a hybrid"
+        )
     if config.latent_attention is not None:
         raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
     if config.zero_centered_norms:

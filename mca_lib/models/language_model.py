@@ -46,7 +46,8 @@ class McaLanguageModel(PretrainedModel):
         self.adapters: Adapters | None = None
         """Of LoRA, which then are all that is trained; see `mca_lib.adapters`."""
         if mca_config.rotary and mca_config.latent_attention is None:
-            frequencies = inverse_frequencies(mca_config.kv_channels, mca_config.rotary_base, mca_config.rope_scaling)
+            channels, base = mca_config.rotating_channels, mca_config.rotary_base
+            frequencies = inverse_frequencies(channels, base, mca_config.rope_scaling)
             self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
 
     def forward(
@@ -117,5 +118,6 @@ def model_arguments(mca_config: McaModelConfig, config: TransformerConfig, vp_st
         "share_embeddings_and_output_weights": mca_config.tie_word_embeddings,
         "position_embedding_type": "rope" if mca_config.rotary else "none",
         "rotary_base": mca_config.rotary_base,
+        "rotary_percent": mca_config.rotating_channels / mca_config.kv_channels,
         "vp_stage": vp_stage,
     }

@@ -4,7 +4,7 @@ Megatron has a class per kind, and of each some fields are fixed: Llama 3's scal
 has no attention factor. These formulas are transformers' `modeling_rope_utils`, operation by operation, so that the
 values are the same bits.
 
-D: half the head size.
+D: half of the channels of a head that rotate.
 """
 
 import math
@@ -14,9 +14,9 @@ import torch
 from mca_lib.models.config import LinearRope, Llama3Rope, RopeScaling, YarnRope
 
 
-def inverse_frequencies(head_size: int, base: float, rope: RopeScaling | None) -> torch.Tensor:
+def inverse_frequencies(channels: int, base: float, rope: RopeScaling | None) -> torch.Tensor:
     """Radians per position of each pair of channels, fp32 [D]."""
-    period_D = base ** (torch.arange(0, head_size, 2, dtype=torch.int64).to(torch.float) / head_size)
+    period_D = base ** (torch.arange(0, channels, 2, dtype=torch.int64).to(torch.float) / channels)
     plain_D = 1.0 / period_D
     match rope:
         case None:

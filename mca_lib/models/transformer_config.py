@@ -50,7 +50,7 @@ def transformer_config(
     recompute = getattr(args, "recompute_granularity", None)
     recompute = None if recompute == "none" else recompute
     kind = TransformerConfig if config.latent_attention is None else MLATransformerConfig
-    return kind(
+    megatron = kind(
         # the model
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
@@ -106,6 +106,8 @@ def transformer_config(
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=1 if recompute == "full" else None,
     )
+    _set_rotary_factor(megatron, config)
+    return megatron
 
 
 def _softmax_scale(config: McaModelConfig) -> float | None:
@@ -114,9 +116,21 @@ def _softmax_scale(config: McaModelConfig) -> float | None:
     Transformer Engine's fused rope has no such factor, and leaves it out of packed rows without a word.
     """
     factor = attention_factor(config.rope_scaling)
-    if factor == 1 or config.latent_attention is not None:
+    if factor == 1 or config.latent_attention is not None or config.rotary_channels is not None:
         return None
     return factor**2 / math.sqrt(config.kv_channels)
+
+
+def _set_rotary_factor(megatron: TransformerConfig, config: McaModelConfig) -> None:
+    """The factor of cos and sin where a part of a head rotates, so that no factor on the scores does the same.
+
+    Megatron's attention reads it from the attributes of YaRN, which are no fields of its config:
+    0.1 x mscale x ln(scaling factor) + 1.
+    """
+    factor = attention_factor(config.rope_scaling)
+    if factor != 1 and config.rotary_channels is not None:
+        megatron.yarn_rotary_scaling_factor = math.e
+        megatron.yarn_mscale, megatron.yarn_mscale_all_dim = 10 * (factor - 1), 0.0
 
 
 def _window(config: McaModelConfig) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mca_lib.errors import ModelError
 from mca_lib.models.config import SOURCE_FIELDS, Experts, HybridLayers, LatentAttention, Mamba2, McaModelConfig
 from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.layers import PatternRule
+from mca_lib.models.families.partial_rotary import channels_from_hf, channels_to_hf
 from mca_lib.models.families.quantization import block_size
 from mca_lib.models.families.rope import DEFAULT_BASE, rope_from_hf, rope_to_hf
 from mca_lib.models.families.window import NO_WINDOW, WindowRule
@@ -119,6 +120,8 @@ class Family:
     """Fields of `McaModelConfig` that follow from several of the Hugging Face config, which an export leaves as is."""
     rope_base: float = DEFAULT_BASE
     """transformers' base where the config gives none."""
+    rotary_share: float | None = None
+    """transformers' `partial_rotary_factor` where the config gives none; None: all channels of a head rotate."""
     window: WindowRule = NO_WINDOW
     copies: tuple[Copy, ...] = (TIED_HEAD,)
     ignored_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
@@ -144,12 +147,14 @@ class Family:
         values |= {name: derive(hf) for name, derive in self.derived.items()}
         if self.pattern is not None:
             values |= self._hybrid_values(hf, values)
-        rotary_base, rope_scaling = rope_from_hf(hf, self.rope_base)
+        rotary_base, rope_scaling = rope_from_hf(hf, self.rope_base, partial=self.rotary_share is not None)
+        rotary_channels = channels_from_hf(hf, values["kv_channels"], self.rotary_share)
         sliding_window, full_attention_layers = self.window.read(hf)
         try:
             return McaModelConfig(
                 model_type=self.model_type,
                 rotary_base=rotary_base,
+                rotary_channels=rotary_channels,
                 rope_scaling=rope_scaling,
                 sliding_window=sliding_window,
                 full_attention_layers=full_attention_layers,
@@ -209,7 +214,9 @@ class Family:
             if name in hf or f.default is REQUIRED or f.read(hf) != value:
                 hf[name] = value
         hf = self.window.write(hf, (config.sliding_window, config.full_attention_layers))
-        return rope_to_hf(hf, (config.rotary_base, config.rope_scaling), transformers, self.rope_base)
+        rope, partial = (config.rotary_base, config.rope_scaling), self.rotary_share is not None
+        hf = rope_to_hf(hf, rope, transformers, self.rope_base, partial=partial)
+        return channels_to_hf(hf, config.rotary_channels, config.kv_channels, self.rotary_share, transformers)
 
     def _fields_of(self, hf: HfConfig) -> list[Field]:
         """Rows of the config table that a Hugging Face config has."""

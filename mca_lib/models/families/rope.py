@@ -27,9 +27,17 @@ _WITHOUT_EFFECT = {"finetuned"}
 """A note of YaRN's authors, which no version of transformers reads."""
 
 
-def rope_from_hf(hf: dict[str, Any], default_base: float = DEFAULT_BASE) -> Rope:
-    """(base, scaling) of a Hugging Face config. Raises ModelError naming the field that cannot be carried over."""
-    ropes = {where: _read(hf, where, default_base) for where in ("rope_scaling", "rope_parameters") if hf.get(where)}
+def rope_from_hf(hf: dict[str, Any], default_base: float = DEFAULT_BASE, *, partial: bool = False) -> Rope:
+    """(base, scaling) of a Hugging Face config.
+
+    Args:
+        partial: some channels of a head may stay as they are; see `partial_rotary`.
+
+    Raises:
+        ModelError: naming the field that cannot be carried over.
+    """
+    given = [where for where in ("rope_scaling", "rope_parameters") if hf.get(where)]
+    ropes = {where: _read(hf, where, default_base, partial) for where in given}
     if len(ropes) == 2 and ropes["rope_scaling"] != ropes["rope_parameters"]:
         raise ModelError("config.json: rope_parameters and rope_scaling are both given and differ; keep one")
     if ropes:
@@ -38,14 +46,21 @@ def rope_from_hf(hf: dict[str, Any], default_base: float = DEFAULT_BASE) -> Rope
     return default_base if base is None else float(base), None
 
 
-def rope_to_hf(hf: dict[str, Any], rope: Rope, major: int | None = None, default_base: float = DEFAULT_BASE) -> Any:
+def rope_to_hf(
+    hf: dict[str, Any],
+    rope: Rope,
+    major: int | None = None,
+    default_base: float = DEFAULT_BASE,
+    *,
+    partial: bool = False,
+) -> dict[str, Any]:
     """`hf` with this rope.
 
     Args:
         major: the release of transformers whose spelling is written, 4 or 5; None keeps the source's own.
     """
     base, scaling = rope
-    unchanged = rope_from_hf(hf, default_base) == rope
+    unchanged = rope_from_hf(hf, default_base, partial=partial) == rope
     own = 4 if ("rope_theta" in hf or "rope_scaling" in hf) and not hf.get("rope_parameters") else 5
     major = own if major is None else major
     given_keys = [key for key in _KEYS if key in hf]
@@ -64,7 +79,7 @@ def rope_to_hf(hf: dict[str, Any], rope: Rope, major: int | None = None, default
     return {key: value for key, value in hf.items() if key not in _KEYS} | new
 
 
-def _read(hf: dict[str, Any], where: str, default_base: float) -> Rope:
+def _read(hf: dict[str, Any], where: str, default_base: float, partial: bool) -> Rope:
     given = {key: value for key, value in hf[where].items() if value is not None}
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise ModelError(f"config.json: {where}.{nested[0]}: ropes that differ between layers are not supported")
@@ -72,7 +87,7 @@ def _read(hf: dict[str, Any], where: str, default_base: float) -> Rope:
     if len(kinds) == 2 and kinds[0] != kinds[1]:
         raise ModelError(f"config.json: {where}.rope_type={kinds[0]!r} and {where}.type={kinds[1]!r} differ; keep one")
     kind = kinds[0] if kinds else "default"
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
+    if not partial and given.get("partial_rotary_factor", 1.0) != 1.0:
         raise ModelError(
             f"config.json: {where}.partial_rotary_factor={given['partial_rotary_factor']} is not supported; "
             "every channel of a head must rotate"
