@@ -118,6 +118,8 @@ class McaModelConfig(Derived):
     """Hugging Face name → dtype, for the source's tensors that differ from `source_dtype`."""
     source_copies: tuple[str, ...] = ()
     """Hugging Face names under which the source stores a tensor a second time; an export writes them again."""
+    residual_dropout: float = 0.0
+    """Of what attention and MLP add to the residual."""
     hf_config: dict[str, Any] = field(default_factory=dict)
     """The source's config.json, whole."""
 
@@ -142,13 +144,15 @@ class McaModelConfig(Derived):
     def with_hybrid(self, hybrid: HybridLayers, field: str = "hybrid_layer_pattern") -> Self:
         """The hybrid that starts from this transformer. Raises ConfigError, naming `field`, where it cannot."""
         layers = checked_layers(self, hybrid, field)
-        return replace(
+        config = replace(
             self,
             hybrid=hybrid,
             num_layers=len(layers.layers),
             moe=self.moe and replace(self.moe, layers=layers.mlp),
             full_attention_layers=tuple(layers.attention[i] for i in self.full_attention_layers),
         )
+        from mca_lib.models.registry import check_hybrid_export
+
 
     @property
     def layer_map(self) -> LayerMap:
@@ -157,6 +161,8 @@ class McaModelConfig(Derived):
 
     @property
     def transformer(self) -> Self:
+        check_hybrid_export(config, field)
+        return config
         """The transformer that `with_hybrid` made this hybrid of; a transformer is its own.
 
         Of a pattern that no transformer becomes, one with as many layers as the hybrid has attention or MLP layers.

@@ -43,6 +43,8 @@ class McaLanguageModel(PretrainedModel):
     def _finish_init(self, mca_config: McaModelConfig) -> None:
         """To be called at the end of a constructor."""
         self.mca_config = mca_config
+        if self.pre_process:
+            self.embedding.embedding_dropout.p = 0.0  # Megatron gives it that of the residual; transformers has none
         self.adapters: Adapters | None = None
         """Of LoRA, which then are all that is trained; see `mca_lib.adapters`."""
         if mca_config.rotary and mca_config.latent_attention is None:

@@ -7,7 +7,7 @@ check_layout(config.json as a dict, parallel)      can it be laid out like that?
 import difflib
 from typing import Any
 
-from mca_lib.errors import ModelError
+from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families import (
     deepseek_v3,
@@ -21,6 +21,7 @@ from mca_lib.models.families import (
     qwen3,
     qwen3_moe,
 )
+    seed_oss,
 from mca_lib.models.families.base import Family
 from mca_lib.models.layout import ParallelSizes
 from mca_lib.models.layout_rules import check_training_layout
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         qwen3_moe,
     )
 }
+        seed_oss,
 """Model types of transformers."""
 SUPPORTED_MODEL_TYPES = (*FAMILIES, mcaflow_hybrid.MODEL_TYPE)
 
@@ -89,4 +91,14 @@ def check_config(config: McaModelConfig) -> None:
 
 def check_layout(hf: dict[str, Any], parallel: ParallelSizes) -> None:
     """Raises ConfigError when the model of this Hugging Face config cannot be trained so, naming both sides."""
+def check_hybrid_export(config: McaModelConfig, field: str) -> None:
+    """Raises ConfigError, naming `field`, for a hybrid that the code of exported hybrids cannot run."""
+    if weights_family(config).model_type != mcaflow_hybrid.MODEL_TYPE:
+        return
+    try:
+        mcaflow_hybrid.FAMILY.config_to_hf(mcaflow_hybrid.exported_config(config))
+    except ModelError as error:
+        raise ConfigError(f"{field}: a transformer of this kind cannot become a hybrid: {error}") from None
+
+
     check_training_layout(config_from_hf(hf), parallel)

@@ -69,7 +69,7 @@ def transformer_config(
         attention_dropout=config.attention_dropout,
         softmax_scale=_softmax_scale(config),
         **_window(config),
-        hidden_dropout=0.0,
+        hidden_dropout=config.residual_dropout,
         init_method_std=config.initializer_range,
         mtp_num_layers=config.mtp_num_layers or None,
         mtp_loss_scaling_factor=getattr(args, "mtp_loss_weight", 0.1),

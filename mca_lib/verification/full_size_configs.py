@@ -82,6 +82,20 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
     },
+    "Seed-OSS-36B": {
+        "model_type": "seed_oss",
+        "vocab_size": 155136,
+        "hidden_size": 5120,
+        "intermediate_size": 27648,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 80,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 524288,
+        "rms_norm_eps": 1e-6,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0},
+    },
     "DeepSeek-V3": {
         "model_type": "deepseek_v3",
         "vocab_size": 129280,
@@ -138,6 +152,7 @@ LAYOUTS: dict[str, tuple[int, Layout, Training]] = {
         ),
         Training(),
     ),
+    "Seed-OSS-36B": (64, Layout(tensor=8, pipeline=2, sequence_parallel=True), Training()),
     "DeepSeek-V3": (
         1024,
         Layout(pipeline=16, expert=64, expert_tensor=1, first_stage_layers=4, last_stage_layers=1),

@@ -83,6 +83,12 @@ TINY: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "rope_parameters": YARN_ROPE,
     },
+    "seed_oss": {
+        "head_dim": 12,
+        "attention_out_bias": True,
+        "mlp_bias": True,
+        "rope_parameters": YARN_ROPE,
+    },
     "nemotron_h": {
         "head_dim": 12,
         "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe"],

@@ -14,7 +14,7 @@ from tests.mca_lib.models.test_registry import BASES
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    for name in ("llama", "qwen3_moe", "deepseek_v3"):
+    for name in ("llama", "qwen3_moe", "deepseek_v3", "seed_oss"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(BASES[name]))
     content = {
@@ -52,6 +52,7 @@ def test_layers_with_experts_are_known_from_the_model(folder: Path):
         (2, None, {"mamba_every": -1}, ConfigError, "--mamba-every -1: must be at least 0"),
         (None, "llama", {"moe": True}, ConfigError, "--moe: "),
         (None, "deepseek_v3", {}, ConfigError, "cannot become a hybrid"),
+        (None, "seed_oss", {}, ConfigError, "cannot become a hybrid: .*residual_dropout=0.1"),
         (None, "nowhere", {}, ModelError, "nowhere"),
         (None, "nowhere.yaml", {}, ConfigError, "no such file"),
     ],

@@ -98,6 +98,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
     },
+    "seed-oss": {
+        "model_type": "seed_oss",
+        "head_dim": 12,
+        "attention_out_bias": True,
+        "attention_dropout": 0.0,
+        "residual_dropout": 0.0,
+        "pad_token_id": None,  # the default, 1, would have no gradient
+    },
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3-bias": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},

@@ -25,7 +25,8 @@ _COUNTS = (
     *("num_experts", "num_local_experts", "first_k_dense_replace"),
     *("num_nextn_predict_layers", "num_mtp_layers"),
 )
-_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_cache")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_cache")
+_DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop")
 _ROPES = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
     *("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -99,7 +100,7 @@ FIELD_TYPES: dict[str, Kind] = {
     "initializer_range": Kind(
         "a number from 0.0 to 1.0 with a decimal point", lambda v: type(v) is float and 0 <= v <= 1, nullable=False
     ),
-    "attention_dropout": Kind("a number from 0 to less than 1", lambda v: _number(v) and 0 <= v < 1),
+    **dict.fromkeys(_DROPOUTS, Kind("a number from 0 to less than 1", lambda v: _number(v) and 0 <= v < 1)),
     "eos_token_id": Kind("an integer or a list of integers", _token_ids),
     "bos_token_id": _TOKEN,
     "pad_token_id": _TOKEN,

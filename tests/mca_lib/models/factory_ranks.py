@@ -177,6 +177,24 @@ def attention_dropout(directory: Path) -> tuple[bool, bool, bool]:
     return not torch.equal(one, two), same_on_both(one), not same_on_both(context)
 
 
+def residual_dropout(directory: Path) -> tuple[bool, bool, bool]:
+    """Two tensor parallel ranks in training mode: is a pass random, is its loss the same on both ranks, and are
+    embeddings whole?"""
+    import torch
+    import torch.distributed as dist
+
+    from mca_lib.models import AutoModel
+
+    model = AutoModel.from_pretrained(directory, start(tensor=2))[0].train()
+    ids, positions = token_ids(1, 16), torch.arange(16)[None]
+    with torch.no_grad():
+        one, two = (model(ids, positions, labels=ids) for _ in range(2))
+        embedded = [model.train(mode).embedding(ids, positions) for mode in (True, False)]
+    losses = [torch.empty_like(one) for _ in range(2)]
+    dist.all_gather(losses, one.contiguous())
+    return not torch.equal(one, two), torch.equal(*losses), torch.equal(*embedded)
+
+
 def recompute_changes_nothing(directory: Path, granularity: str) -> float:
     """Largest |Δ| of gradients between no recomputation and `granularity`."""
     from mca_lib.models import AutoModel

@@ -14,16 +14,17 @@ from tests.ranks import RankError
 
 @pytest.fixture(scope="module")
 def hf(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Directories `untied` (biases, qk-norm), `tied`, `dropout`."""
+    """Directories `untied` (biases, qk-norm), `tied`, `dropout`, `residual-dropout`."""
     directory = tmp_path_factory.mktemp("hf")
     ranks(1, save_hf, directory / "untied", "qwen3")
     ranks(1, save_hf, directory / "tied", "qwen2-tied", "bfloat16")
-    ranks(1, save_dropout, directory / "dropout")
+    ranks(1, save_dropout, directory / "dropout", "llama", {"attention_dropout": 0.5})
+    ranks(1, save_dropout, directory / "residual-dropout", "seed-oss", {"residual_dropout": 0.5})
     return directory
 
 
-def save_dropout(directory: Path) -> None:
-    save_hf(directory, "llama", attention_dropout=0.5)
+def save_dropout(directory: Path, variant: str, dropout: dict[str, float]) -> None:
+    save_hf(directory, variant, **dropout)
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,10 @@ def test_row_may_go_on_beyond_its_documents(ranks: Any, hf: Path) -> None:
 
 def test_dropout_is_random_consistent_and_different_for_every_head(ranks: Any, hf: Path) -> None:
     assert ranks(2, factory_ranks.attention_dropout, hf / "dropout") == [(True, True, True)] * 2
+
+
+def test_dropout_on_the_residual_is_the_same_on_ranks_that_share_it_and_leaves_embeddings(ranks: Any, hf: Path) -> None:
+    assert ranks(2, factory_ranks.residual_dropout, hf / "residual-dropout") == [(True, True, True)] * 2
 
 
 @pytest.mark.parametrize("granularity", ["selective", "full"])

@@ -19,6 +19,7 @@ PUBLISHED = {
     "Mixtral-8x22B": (141, 39),
     "Qwen3-235B-A22B": (235, 22),
     "DeepSeek-V3": (671, 37),
+    "Seed-OSS-36B": (36, 36),
 }
 
 
