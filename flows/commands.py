@@ -17,7 +17,7 @@ from mca_lib.errors import ConfigError
 from mca_lib.evaluation.report import comparison, note
 
 if TYPE_CHECKING:
-    from flows.pipeline import PipelineResult
+    from flows.result import PipelineResult
 
 # What `mcaflow run` asks of Prefect; whatever the environment or a profile says already wins.
 PREFECT_DEFAULTS = {
@@ -40,7 +40,9 @@ def run_recipe(
     recipe: Path, overrides: list[str], *, refresh: list[str], first: str | None = None, until: str | None = None
 ) -> None:
     """``mcaflow run``."""
+    from flows.console import run_console
     from flows.preflight import check_recipe
+    from tasks.errors import LeaseLost, StageFailed
 
     config = load_recipe(recipe, overrides)
     again = _stages_anew(config, refresh, first, until)
@@ -49,18 +51,10 @@ def run_recipe(
     # Prefect ends the stages at a SIGTERM and sends it once more; by default that would end the process on the spot,
     # with the terminal's cursor hidden and nothing cleared away.
     signal.signal(signal.SIGTERM, _terminated)
-    for name, value in PREFECT_DEFAULTS.items():
-        os.environ.setdefault(name, value)
-    from flows.console import run_console
-    from flows.pipeline import pipeline
-    from flows.server import provide_server
-    from tasks.errors import LeaseLost, StageFailed
-
-    provide_server()
     console = make_console()
     try:
         with run_console(console):
-            result = pipeline(config, refresh=again, until=until)
+            result = _result(config, again, until)
     except (StageFailed, LeaseLost) as error:
         print(f"mcaflow: error: {error}", file=sys.stderr)
         sys.exit(1)
@@ -72,6 +66,21 @@ def run_recipe(
             print("mcaflow: terminated; the same command goes on from what is finished", file=sys.stderr)
         raise
     _print_result(console, config, result)
+
+
+def _result(config: PipelineConfig, again: list[str], until: str | None) -> "PipelineResult":
+    """Of a run by Prefect; where there is no server and nothing to compute, without it."""
+    from flows.cached import may_have_server, run_cached
+
+    if not again and not may_have_server() and (found := run_cached(config, until)) is not None:
+        return found
+    for name, value in PREFECT_DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    from flows.pipeline import pipeline
+    from flows.server import provide_server
+
+    provide_server()
+    return pipeline(config, refresh=again, until=until)
 
 
 def _stages_anew(config: PipelineConfig, refresh: list[str], first: str | None, until: str | None) -> list[str]:

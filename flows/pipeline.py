@@ -7,7 +7,6 @@ thread, which is the one that gets the signals.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from prefect import Task, flow, get_run_logger, task
@@ -22,6 +21,7 @@ from flows.preflight import check_model, check_pending, check_recipe, check_spac
 from flows.recipe import PipelineConfig
 from flows.report import evaluation_metrics, publish_report
 from flows.reporting import StageReporter
+from flows.result import PipelineResult, describe
 from tasks import promote as promotion
 from tasks.cancel import scope
 from tasks.ledger import Run, recorded
@@ -29,15 +29,6 @@ from tasks.process import terminate_all
 from tasks.promote import Verdict
 from tasks.push import push
 from tasks.stage import Outcome, Stage, at_once, ensure
-
-
-@dataclass(frozen=True)
-class PipelineResult:
-    """What a run produced: the outcome of each stage, in pipeline order."""
-
-    outcomes: dict[str, Outcome]
-    verdict: Verdict | None = None
-    """Whether the model was promoted, where the recipe asks for that."""
 
 
 def _run_name() -> str:
@@ -152,14 +143,6 @@ def promote(config: PipelineConfig, artifacts: Artifacts, run: Run) -> State[Ver
     return Completed(
         name="Promoted" if verdict.decision.promoted else "NotPromoted", message=verdict.message, data=verdict
     )
-
-
-def describe(outcome: Outcome) -> str:
-    """``computed  3f2a…  in 12.3 s``: how a stage came by its artifact, on one line."""
-    artifact = outcome.artifact
-    if outcome.cached:
-        return f"cached    {artifact.key[:12]}"
-    return f"computed  {artifact.key[:12]}  in {outcome.seconds:.1f} s"
 
 
 def _stage_task(name: StageName, description: str) -> Task:

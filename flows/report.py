@@ -7,8 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
-
 from flows.plan import reason_in_recipe_names
 from flows.recipe import PipelineConfig
 from mca_lib.evaluation.report import comparison, markdown, note, with_production
@@ -21,6 +19,11 @@ from tasks.translate import fresh_summary
 
 def publish_report(config: PipelineConfig, outcomes: Mapping[str, Outcome], verdict: Verdict | None = None) -> None:
     """Create the table and the page of this run; `verdict` says what became of its model."""
+    from prefect.artifacts import (
+        create_markdown_artifact,
+        create_table_artifact,
+    )  # the command line reads figures here too
+
     metrics = compared(outcomes["evaluate"].artifact, verdict)
     heading, *rows = comparison(metrics)
     if rows:

@@ -1,41 +1,17 @@
-"""The Prefect server of a run: the configured one, or a temporary one of its own.
-
-Prefect would start a temporary one by itself, with three flaws (3.9): it outlives a run that is killed; Ctrl-C in a
-terminal reaches it as well, so that the run can no longer tell it how it ended; and it has 20 seconds to start, which
-a busy machine does not make.
-"""
+"""The Prefect server of a run: the configured one, or a temporary one of its own (`flows.temporary_server`)."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 from prefect.client.base import ServerType, determine_server_type
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.server.api.server import SubprocessASGIServer
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME
 
 from mca_lib.errors import ConfigError
-from tasks import guardian
 
 STARTUP_SECONDS = 180
-
-
-class TemporaryServer(SubprocessASGIServer):
-    """Prefect's temporary server, below a guardian that ends it with this process."""
-
-    def _run_uvicorn_command(self) -> subprocess.Popen:
-        serve = [sys.executable, "-m", "uvicorn", "--factory", "prefect.server.api.server:create_app"]
-        options = ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error", "--lifespan", "on"]
-        settings = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", guardian.__file__, str(os.getpid()), *serve, *options],
-            env=os.environ | settings,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
 
 def provide_server() -> None:
@@ -50,6 +26,8 @@ def provide_server() -> None:
         _require_answer(PREFECT_API_URL.value())
         return
     _require_writable(PREFECT_HOME.value())
+    from flows.temporary_server import TemporaryServer  # imports all of Prefect's server, 1 s
+
     try:
         TemporaryServer().start(timeout=STARTUP_SECONDS)
     except RuntimeError as error:

@@ -126,6 +126,10 @@ class Run:
             self.entry.ended = utc()
             self._save()
 
+    def withdraw(self) -> None:
+        """Forget the run: it has found out that it goes on as another one."""
+        self._path.unlink(missing_ok=True)
+
     def _save(self) -> None:
         with self._store.guard("cannot be written"):
             self._path.parent.mkdir(exist_ok=True)

@@ -36,6 +36,7 @@ __all__ = [
     "at_once",
     "ensure",
     "probe",
+    "serve",
 ]
 
 
@@ -127,6 +128,26 @@ def ensure(
     outcome = _ensure(store, stage, payload, refresh, report, run, occupy, started)
     if run is not None:
         run.used(stage.name, outcome.artifact.key, cached=outcome.cached, seconds=outcome.seconds)
+    return outcome
+
+
+def serve(
+    store: ArtifactStore, stage: Stage, *, reporter: Reporter | None = None, run: Run | None = None
+) -> Outcome | None:
+    """What `ensure` would serve from this store; None where it would have to fetch or to compute.
+
+    Args and errors as of `ensure`; nothing is written but the entry of `run`.
+    """
+    started = time.monotonic()
+    stage = stage.resolve(store, reporter or LogReporter(stage.name))
+    key = stage_key(key_payload(stage))
+    with run.looking_up(stage.name, key) if run else nullcontext():
+        found = store.inspect(stage.name, key, at=stage.external())
+    if not isinstance(found, Artifact):
+        return None
+    outcome = Outcome(found, True, time.monotonic() - started, "")
+    if run is not None:
+        run.used(stage.name, key, cached=True, seconds=outcome.seconds)
     return outcome
 
 
