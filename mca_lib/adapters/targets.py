@@ -27,7 +27,8 @@ _LINEAR = (Column, Row, QKV, GatedMLP)
 def linear_layers(config: McaModelConfig) -> Iterator[Entry]:
     """The rows of the weight table, written out, that are weights of linear layers which can have adapters."""
     for entry in entries(config):
-        linear = isinstance(entry.mapping, _LINEAR) and all(name.endswith(WEIGHT) for name in entry.hf)
+        matrix = all(len(shape) == 2 for shape in entry.mapping.hf_shapes(config))
+        linear = isinstance(entry.mapping, _LINEAR) and matrix and all(name.endswith(WEIGHT) for name in entry.hf)
         if linear and "{mtp}" not in entry.mapping.mca and MIXER not in entry.mca:
             yield entry
 

@@ -68,7 +68,8 @@ def _layer(config: McaModelConfig, layout: ParallelSizes, training: Training, la
     split = layout.tensor if layout.sequence_parallel else 1
     element, kept = WEIGHT_BYTES[training.precision], 0.0
     for symbol in _parts_of(config, layer):
-        kept += element * 2 * config.hidden_size / split  # the norm's input and output
+        norms = config.pre_norms + config.post_norms
+        kept += element * 2 * norms * config.hidden_size / split  # a norm's input and output
         if symbol in (ATTENTION, LATENT):
             kept += element * _attention(config, layout)
             if training.recompute == "none":

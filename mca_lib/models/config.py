@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
-from mca_lib.models.config_checks import check_hybrid, check_latent_attention, check_rotary, checked_layers
+from mca_lib.models.config_checks import check_hybrid, check_latent_attention, check_norms, check_rotary, checked_layers
 from mca_lib.models.config_derived import Derived
 from mca_lib.models.config_fields import from_json
 from mca_lib.models.config_files import CONFIG_NAME, is_mca_checkpoint, read_hf_config, read_json
@@ -87,6 +87,10 @@ class McaModelConfig(Derived):
     norm_epsilon: float = 1e-6
     zero_centered_norms: bool = False
     """Every RMSNorm multiplies by 1 + weight, so that a weight of 0 is neutral."""
+    pre_norms: bool = True
+    """Attention and MLP have a norm on their input."""
+    post_norms: bool = False
+    """They have one on their output, before it is added to the residual."""
     rotary: bool = True
     """Queries and keys rotate by their position; without, attention has none."""
     rotary_base: float = 10000.0
@@ -110,7 +114,12 @@ class McaModelConfig(Derived):
     activation: Activation = "swiglu"
     """Of MLPs and experts; `relu2` is relu(x)², without a gate."""
     qk_layernorm: bool = False
+    """Queries and keys have a norm over each head."""
+    qk_norm_over_heads: bool = False
+    """They have one over all heads of a token at once."""
     attention_dropout: float = 0.0
+    residual_dropout: float = 0.0
+    """Of what attention and MLP add to the residual."""
     initializer_range: float = 0.02
     source_dtype: Dtype = "float32"
     """Dtype of most of the source's weights: what an export writes by default."""
@@ -118,8 +127,6 @@ class McaModelConfig(Derived):
     """Hugging Face name → dtype, for the source's tensors that differ from `source_dtype`."""
     source_copies: tuple[str, ...] = ()
     """Hugging Face names under which the source stores a tensor a second time; an export writes them again."""
-    residual_dropout: float = 0.0
-    """Of what attention and MLP add to the residual."""
     hf_config: dict[str, Any] = field(default_factory=dict)
     """The source's config.json, whole."""
 
@@ -134,6 +141,7 @@ class McaModelConfig(Derived):
                 f"model config: {self.num_attention_heads} attention heads do not divide into "
                 f"{self.num_query_groups} key/value heads"
             )
+        check_norms(self)
         if self.latent_attention is not None:
             check_latent_attention(self)
         else:
@@ -143,6 +151,8 @@ class McaModelConfig(Derived):
 
     def with_hybrid(self, hybrid: HybridLayers, field: str = "hybrid_layer_pattern") -> Self:
         """The hybrid that starts from this transformer. Raises ConfigError, naming `field`, where it cannot."""
+        from mca_lib.models.registry import check_hybrid_export
+
         layers = checked_layers(self, hybrid, field)
         config = replace(
             self,
@@ -151,8 +161,8 @@ class McaModelConfig(Derived):
             moe=self.moe and replace(self.moe, layers=layers.mlp),
             full_attention_layers=tuple(layers.attention[i] for i in self.full_attention_layers),
         )
-        from mca_lib.models.registry import check_hybrid_export
-
+        check_hybrid_export(config, field)
+        return config
 
     @property
     def layer_map(self) -> LayerMap:
@@ -161,8 +171,6 @@ class McaModelConfig(Derived):
 
     @property
     def transformer(self) -> Self:
-        check_hybrid_export(config, field)
-        return config
         """The transformer that `with_hybrid` made this hybrid of; a transformer is its own.
 
         Of a pattern that no transformer becomes, one with as many layers as the hybrid has attention or MLP layers.

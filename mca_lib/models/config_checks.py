@@ -35,6 +35,12 @@ def check_latent_attention(config: "McaModelConfig") -> None:
         )
 
 
+def check_norms(config: "McaModelConfig") -> None:
+    """A norm over all heads is in place of one over each, and its weight is not centred at zero."""
+    if config.qk_norm_over_heads and (config.zero_centered_norms or config.qk_layernorm):
+        raise ModelError("model config: qk_norm_over_heads goes without qk_layernorm and zero_centered_norms")
+
+
 def check_rotary(config: "McaModelConfig") -> None:
     """Channels rotate in pairs, and those that do are in the head."""
     channels, head = config.rotary_channels, config.kv_channels
@@ -45,6 +51,20 @@ def check_rotary(config: "McaModelConfig") -> None:
             f"model config: rotary_channels={channels} (partial_rotary_factor) must be even, and less than the head "
             f"size {head}; channels rotate in pairs"
         )
+
+
+_NOT_IN_HYBRIDS: dict[str, tuple[object, str]] = {
+    "pre_norms": (True, "layers without a norm on their input"),
+    "post_norms": (False, "norms on the output of attention and MLP"),
+    "qk_norm_over_heads": (False, "a norm over all heads of queries and keys"),
+}
+"""Field → (its neutral value, what another value means)."""
+
+
+def _foreign_to_hybrids(config: "McaModelConfig") -> str | None:
+    """What of the model the layers of a hybrid do not have."""
+    found = (words for name, (neutral, words) in _NOT_IN_HYBRIDS.items() if getattr(config, name) != neutral)
+    return next(found, None)
 
 
 def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
@@ -61,6 +81,8 @@ def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
         raise ModelError("model config: a hybrid has no multi-token prediction (mtp_num_layers)")
     if config.zero_centered_norms:
         raise ModelError("model config: a hybrid has no zero-centred norms (zero_centered_norms)")
+    if (foreign := _foreign_to_hybrids(config)) is not None:
+        raise ModelError(f"model config: the layers of a hybrid have no {foreign}")
 
 
 def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -> LayerMap:
@@ -71,16 +93,14 @@ def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -
         raise ConfigError(f"{field}: the model is a hybrid already, of pattern {config.hybrid.pattern!r}")
     if config.mtp_num_layers:
         raise ConfigError(f"{field}: a transformer with multi-token prediction cannot become a hybrid")
-    if config.rotary_channels is not None:
-        raise ConfigError(
-            f"{field}: a transformer of whose heads a part rotates ({config.model_type}) cannot become a hybrid"
-        )
     if config.latent_attention is not None:
         raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
     if config.zero_centered_norms:
         raise ConfigError(
             f"{field}: a transformer with zero-centred norms ({config.model_type}) cannot become a hybrid"
         )
+    if (foreign := _foreign_to_hybrids(config)) is not None:
+        raise ConfigError(f"{field}: a {config.model_type} model cannot become a hybrid: it has {foreign}")
     if config.moe is not None and len(config.moe.layers) != config.num_layers:
         raise ConfigError(f"{field}: a transformer with dense and MoE layers cannot become a hybrid; all must be alike")
     pattern = model_pattern(hybrid.pattern, field)

@@ -29,7 +29,9 @@ from mca_lib.models.config import McaModelConfig
 from mca_lib.models.latent_attention import LatentSelfAttention
 from mca_lib.models.naming import fused_names
 from mca_lib.models.norm import RMSNorm
+from mca_lib.models.post_norm import PostNormLayer
 from mca_lib.models.router import RowMoELayer, RowRouter
+from mca_lib.models.self_attention import HeadsNormSelfAttention
 from mca_lib.platforms import uses_transformer_engine
 
 
@@ -43,9 +45,8 @@ def block_spec(
     spec_of = {has_experts: layer_spec(config, has_experts) for has_experts in moe}
     if uses_transformer_engine() and len(moe) == 1:
         return spec_of[moe.pop()]
-    norm = _engine_backend().layer_norm() if uses_transformer_engine() else RMSNorm
     return TransformerBlockSubmodules(
-        layer_specs=[spec_of[i in config.moe_layers] for i in range(first, first + layers)], layer_norm=norm
+        layer_specs=[spec_of[i in config.moe_layers] for i in range(first, first + layers)], layer_norm=_norm()
     )
 
 
@@ -66,6 +67,10 @@ def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
     if config.attention_output_bias:
         attention = spec.submodules.self_attention.submodules
         attention.linear_proj = with_bias(attention.linear_proj)
+    if config.qk_norm_over_heads:
+        spec.submodules.self_attention.module = HeadsNormSelfAttention
+    if config.post_norms:
+        spec.module, spec.params = PostNormLayer, {"post_norm": _norm()}
     if config.mlp_bias and not has_experts:
         mlp = spec.submodules.mlp.keywords["submodules"]
         mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
@@ -73,6 +78,11 @@ def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
         parts = replace(spec.submodules.mlp.keywords["submodules"], router=RowRouter)
         spec.submodules.mlp = partial(RowMoELayer, submodules=parts)
     return spec
+
+
+def _norm() -> type:
+    """Class of a norm that is a module of its own."""
+    return _engine_backend().layer_norm() if uses_transformer_engine() else RMSNorm
 
 
 def _engine_backend() -> BackendSpecProvider:
@@ -88,6 +98,12 @@ def _engine_layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
         qk_layernorm=config.qk_layernorm or config.latent_attention is not None,
         multi_latent_attention=config.latent_attention is not None,
     )
+    if not config.pre_norms:  # parts of the linear layers behind them, there
+        plain = _engine_backend().column_parallel_linear()
+        spec.submodules.self_attention.submodules.linear_qkv = plain
+        spec.submodules.pre_mlp_layernorm = IdentityOp
+        if not has_experts:
+            spec.submodules.mlp.keywords["submodules"].linear_fc1 = plain
     if config.latent_attention is not None:
         _check_latent_norms(config)
         # Split as in the local layer, so that a rank's share does not depend on the implementation.
@@ -106,7 +122,7 @@ def _local_layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
         normalization="RMSNorm",
     )
     layer = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm if config.pre_norms else IdentityOp
     # Megatron has one map for all of its local layers, which renames the norm before experts too.
     layer.sharded_state_dict_keys_map = dict(fused_names(config, has_experts))
     attention = layer.self_attention.submodules

@@ -53,6 +53,11 @@ def _check_tensor(config: McaModelConfig, parallel: ParallelSizes) -> None:
         raise ConfigError(
             f"parallel.tensor={tp} does not fit the model's {groups} key/value heads; use one of {_fitting(config)}"
         )
+    if config.qk_norm_over_heads and groups % tp:
+        raise ConfigError(
+            f"parallel.tensor={tp} does not divide the model's {groups} key/value heads, whose norm is over all of "
+            f"them; use one of {_divisors(groups)}"
+        )
     sizes = {"MLP size": config.ffn_hidden_size if config.dense_layers else None}
     if config.moe is not None:
         sizes["shared expert size"] = config.moe.shared_ffn_hidden_size

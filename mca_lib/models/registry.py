@@ -16,12 +16,13 @@ from mca_lib.models.families import (
     mistral,
     mixtral,
     nemotron_h,
+    olmo2,
     qwen2,
     qwen2_moe,
     qwen3,
     qwen3_moe,
-)
     seed_oss,
+)
 from mca_lib.models.families.base import Family
 from mca_lib.models.layout import ParallelSizes
 from mca_lib.models.layout_rules import check_training_layout
@@ -34,13 +35,14 @@ FAMILIES: dict[str, Family] = {
         mistral,
         mixtral,
         nemotron_h,
+        olmo2,
         qwen2,
         qwen2_moe,
         qwen3,
         qwen3_moe,
+        seed_oss,
     )
 }
-        seed_oss,
 """Model types of transformers."""
 SUPPORTED_MODEL_TYPES = (*FAMILIES, mcaflow_hybrid.MODEL_TYPE)
 
@@ -89,8 +91,6 @@ def check_config(config: McaModelConfig) -> None:
     family.check(config if family.hybrid else config.transformer)
 
 
-def check_layout(hf: dict[str, Any], parallel: ParallelSizes) -> None:
-    """Raises ConfigError when the model of this Hugging Face config cannot be trained so, naming both sides."""
 def check_hybrid_export(config: McaModelConfig, field: str) -> None:
     """Raises ConfigError, naming `field`, for a hybrid that the code of exported hybrids cannot run."""
     if weights_family(config).model_type != mcaflow_hybrid.MODEL_TYPE:
@@ -101,4 +101,6 @@ def check_hybrid_export(config: McaModelConfig, field: str) -> None:
         raise ConfigError(f"{field}: a transformer of this kind cannot become a hybrid: {error}") from None
 
 
+def check_layout(hf: dict[str, Any], parallel: ParallelSizes) -> None:
+    """Raises ConfigError when the model of this Hugging Face config cannot be trained so, naming both sides."""
     check_training_layout(config_from_hf(hf), parallel)

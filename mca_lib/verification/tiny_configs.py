@@ -108,6 +108,7 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 24,
         "routed_scaling_factor": 2.5,
     },
+    "olmo2": {"head_dim": 12, "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 8,

@@ -109,6 +109,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3-bias": {"model_type": "qwen3", "head_dim": 12, "attention_bias": True, "tie_word_embeddings": True},
+    "olmo2": {"model_type": "olmo2", "head_dim": 12, "attention_bias": True, "pad_token_id": None},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 12, "num_experts": 8, "norm_topk_prob": True, **QWEN_EXPERTS},
     "qwen3-moe-mixed": {

@@ -54,20 +54,34 @@ EMBEDDINGS = (
     Vocabulary("output_layer.weight",                        "lm_head.weight", when="untied"),
 )
 
-ATTENTION = (
-    Replicated(_MCA + "self_attention.linear_qkv.layer_norm_weight",
-                                                             _HF + "input_layernorm.weight", ("hidden_size",)),
+ATTENTION_LINEAR = (
     QKV(       _MCA + "self_attention.linear_qkv.weight",    tuple(n + ".weight" for n in _QKV), ("hidden_size",)),
     Row(       _MCA + "self_attention.linear_proj.weight",   _HF + "self_attn.o_proj.weight",
                                                              ("hidden_size", "query_size")),
 )
 
-MLP = (
-    Replicated(_MCA + "mlp.linear_fc1.layer_norm_weight",    _HF + "post_attention_layernorm.weight", ("hidden_size",),
-               layers="dense_layers"),
+ATTENTION = (
+    Replicated(_MCA + "self_attention.linear_qkv.layer_norm_weight",
+                                                             _HF + "input_layernorm.weight", ("hidden_size",)),
+    *ATTENTION_LINEAR,
+)
+
+MLP_LINEAR = (
     GatedMLP(  _MCA + "mlp.linear_fc1.weight",               _GATE_UP, layers="dense_layers"),
     Row(       _MCA + "mlp.linear_fc2.weight",               _HF + "mlp.down_proj.weight",
                                                              ("hidden_size", "ffn_hidden_size"), layers="dense_layers"),
+)
+
+MLP = (
+    Replicated(_MCA + "mlp.linear_fc1.layer_norm_weight",    _HF + "post_attention_layernorm.weight", ("hidden_size",),
+               layers="dense_layers"),
+    *MLP_LINEAR,
+)
+
+POST_NORMS = (
+    Replicated(_MCA + "post_attention_layernorm.weight",     _HF + "post_attention_layernorm.weight", ("hidden_size",)),
+    Replicated(_MCA + "post_mlp_layernorm.weight",           _HF + "post_feedforward_layernorm.weight",
+                                                             ("hidden_size",)),
 )
 
 DENSE_WEIGHTS = (*EMBEDDINGS, *ATTENTION, *MLP)
