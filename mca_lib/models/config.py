@@ -50,7 +50,7 @@ __all__ = [
 FORMAT_VERSION = 2
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Activation = Literal["swiglu", "relu2"]
+Activation = Literal["swiglu", "geglu", "relu2"]
 SOURCE_FIELDS = ("source_dtype", "source_dtype_exceptions", "source_copies", "hf_config")
 """Fields that say how the source was written, and not what the model is."""
 
@@ -97,6 +97,8 @@ class McaModelConfig(Derived):
     rotary_channels: int | None = None
     """The first channels of a head, which rotate, where the others stay as they are; None: all rotate."""
     rope_scaling: RopeScaling | None = None
+    sliding_rotary_base: float | None = None
+    """The base in layers with the window, whose rope is not scaled; None: that of the other layers."""
     sliding_window: int | None = None
     """Tokens that a query sees, its own included; None: all before it."""
     full_attention_layers: tuple[int, ...] = ()
@@ -107,16 +109,20 @@ class McaModelConfig(Derived):
     """None: a transformer. Else num_layers counts the layers of the pattern."""
     mtp_num_layers: int = 0
     """Multi-token prediction layers after the last (https://arxiv.org/abs/2412.19437, 2.2)."""
+    embedding_multiplier: float = 1.0
+    """Of what is looked up for the first layer, rounded to the dtype of the weights; the output layer is without."""
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     activation: Activation = "swiglu"
-    """Of MLPs and experts; `relu2` is relu(x)², without a gate."""
+    """Of MLPs and experts; `geglu` has gelu's tanh form in its gate, `relu2` is relu(x)², without a gate."""
     qk_layernorm: bool = False
     """Queries and keys have a norm over each head."""
     qk_norm_over_heads: bool = False
     """They have one over all heads of a token at once."""
+    query_pre_attn_scalar: int | None = None
+    """Scores are divided by its square root; None: the head size."""
     attention_dropout: float = 0.0
     residual_dropout: float = 0.0
     """Of what attention and MLP add to the residual."""

@@ -6,7 +6,7 @@ Checks of fields raise ModelError naming them.
 from typing import TYPE_CHECKING
 
 from mca_lib.errors import ConfigError, ModelError
-from mca_lib.models.config_parts import HybridLayers, YarnRope
+from mca_lib.models.config_parts import HybridLayers, LinearRope, Llama3Rope, YarnRope
 from mca_lib.models.hybrid.pattern import MOE, LayerMap, check_translatable, model_pattern
 
 if TYPE_CHECKING:
@@ -42,8 +42,13 @@ def check_norms(config: "McaModelConfig") -> None:
 
 
 def check_rotary(config: "McaModelConfig") -> None:
-    """Channels rotate in pairs, and those that do are in the head."""
+    """Channels rotate in pairs, and those that do are in the head. A factor of cos and sin is that of all layers."""
     channels, head = config.rotary_channels, config.kv_channels
+    if config.sliding_rotary_base is not None and not isinstance(config.rope_scaling, LinearRope | Llama3Rope | None):
+        raise ModelError(
+            f"model config: rope_scaling: {type(config.rope_scaling).__name__} is not supported where layers with a "
+            "window have a rope of their own; use linear or llama3"
+        )
     if channels is None and head % 2:
         raise ModelError(f"model config: head size kv_channels={head} (head_dim) is odd; channels rotate in pairs")
     if channels is not None and (channels % 2 or not 0 < channels < head):
@@ -57,6 +62,9 @@ _NOT_IN_HYBRIDS: dict[str, tuple[object, str]] = {
     "pre_norms": (True, "layers without a norm on their input"),
     "post_norms": (False, "norms on the output of attention and MLP"),
     "qk_norm_over_heads": (False, "a norm over all heads of queries and keys"),
+    "sliding_rotary_base": (None, "a second rope, for layers with a window"),
+    "query_pre_attn_scalar": (None, "scores that are scaled by another number than the head size"),
+    "embedding_multiplier": (1.0, "embeddings that are scaled"),
 }
 """Field → (its neutral value, what another value means)."""
 

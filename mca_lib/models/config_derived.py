@@ -42,7 +42,7 @@ class Derived:
     @property
     def gated(self) -> bool:
         """MLPs and experts have a gate."""
-        return self.activation == "swiglu"
+        return self.activation != "relu2"
 
     @property
     def untied(self) -> bool:

@@ -29,7 +29,7 @@ from mca_lib.converter.mappings import padded_vocab_size
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.model_factory import PretrainedModel
 from mca_lib.models.packing import cover_row
-from mca_lib.models.rotary import inverse_frequencies
+from mca_lib.models.rotary import model_frequencies
 
 if TYPE_CHECKING:
     from mca_lib.adapters.adapters import Adapters
@@ -45,12 +45,13 @@ class McaLanguageModel(PretrainedModel):
         self.mca_config = mca_config
         if self.pre_process:
             self.embedding.embedding_dropout.p = 0.0  # Megatron gives it that of the residual; transformers has none
+            if mca_config.embedding_multiplier != 1:
+                multiplier = torch.tensor(mca_config.embedding_multiplier)
+                self.embedding.register_forward_hook(lambda _, __, found: found * multiplier.to(found.dtype))
         self.adapters: Adapters | None = None
         """Of LoRA, which then are all that is trained; see `mca_lib.adapters`."""
         if mca_config.rotary and mca_config.latent_attention is None:
-            channels, base = mca_config.rotating_channels, mca_config.rotary_base
-            frequencies = inverse_frequencies(channels, base, mca_config.rope_scaling)
-            self.rotary_pos_emb.inv_freq = frequencies.to(self.rotary_pos_emb.inv_freq.device)
+            self.rotary_pos_emb.inv_freq = model_frequencies(mca_config).to(self.rotary_pos_emb.inv_freq.device)
 
     def forward(
         self,

@@ -31,7 +31,7 @@ from mca_lib.models.naming import fused_names
 from mca_lib.models.norm import RMSNorm
 from mca_lib.models.post_norm import PostNormLayer
 from mca_lib.models.router import RowMoELayer, RowRouter
-from mca_lib.models.self_attention import HeadsNormSelfAttention
+from mca_lib.models.self_attention import HeadsNormSelfAttention, TwoRopesSelfAttention
 from mca_lib.platforms import uses_transformer_engine
 
 
@@ -69,6 +69,8 @@ def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
         attention.linear_proj = with_bias(attention.linear_proj)
     if config.qk_norm_over_heads:
         spec.submodules.self_attention.module = HeadsNormSelfAttention
+    if config.sliding_rotary_base is not None:
+        spec.submodules.self_attention.module = TwoRopesSelfAttention
     if config.post_norms:
         spec.module, spec.params = PostNormLayer, {"post_norm": _norm()}
     if config.mlp_bias and not has_experts:

@@ -11,6 +11,7 @@ from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families import (
     deepseek_v3,
+    gemma3_text,
     llama,
     mcaflow_hybrid,
     mistral,
@@ -31,6 +32,7 @@ FAMILIES: dict[str, Family] = {
     m.FAMILY.model_type: m.FAMILY
     for m in (
         deepseek_v3,
+        gemma3_text,
         llama,
         mistral,
         mixtral,

@@ -11,7 +11,15 @@ import math
 
 import torch
 
-from mca_lib.models.config import LinearRope, Llama3Rope, RopeScaling, YarnRope
+from mca_lib.models.config import LinearRope, Llama3Rope, McaModelConfig, RopeScaling, YarnRope
+
+
+def model_frequencies(config: McaModelConfig) -> torch.Tensor:
+    """`inverse_frequencies` of a model, [D]; where layers with a window have others, these behind them, [2·D]."""
+    own = inverse_frequencies(config.rotating_channels, config.rotary_base, config.rope_scaling)
+    if config.sliding_rotary_base is None:
+        return own
+    return torch.cat([own, inverse_frequencies(config.rotating_channels, config.sliding_rotary_base, None)])
 
 
 def inverse_frequencies(channels: int, base: float, rope: RopeScaling | None) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """`McaModelConfig` (what the model is) × arguments (how it runs) → Megatron's `TransformerConfig`."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ from mca_lib.models.rotary import attention_factor
 from mca_lib.models.training_rules import check_training_options
 from mca_lib.parallel import DistributingParallelArguments, pipeline_communication
 from mca_lib.platforms import current_platform, uses_transformer_engine
+
+# Megatron's `fast_gelu` is the same with roundings to bf16 in between.
+_ACTIVATIONS = {"swiglu": F.silu, "geglu": partial(F.gelu, approximate="tanh"), "relu2": squared_relu}
 
 
 def transformer_config(
@@ -65,7 +69,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
         gated_linear_unit=config.gated,
-        activation_func=F.silu if config.gated else squared_relu,
+        activation_func=_ACTIVATIONS[config.activation],
         attention_dropout=config.attention_dropout,
         softmax_scale=_softmax_scale(config),
         **_window(config),
@@ -99,7 +103,8 @@ def transformer_config(
         fp8_recipe="tensorwise",
         attention_softmax_in_fp32=True,
         # Megatron's fused kernels are torch.compile'd functions that need a C++ compiler on CPU.
-        bias_activation_fusion=not on_cpu,
+        # They know no gelu but the one whose plain form here is another.
+        bias_activation_fusion=not on_cpu and config.activation != "geglu",
         use_cpu_initialization=on_cpu if use_cpu_initialization is None else use_cpu_initialization,
         perform_initialization=perform_initialization,
         recompute_granularity=recompute,
@@ -111,14 +116,18 @@ def transformer_config(
 
 
 def _softmax_scale(config: McaModelConfig) -> float | None:
-    """YaRN's factor of cos and sin, squared, on the scores: the same, and known to every kernel.
+    """What scores are multiplied with; None: 1 / √head size.
+
+    YaRN's factor of cos and sin is here, squared: the same, and known to every kernel.
 
     Transformer Engine's fused rope has no such factor, and leaves it out of packed rows without a word.
     """
     factor = attention_factor(config.rope_scaling)
-    if factor == 1 or config.latent_attention is not None or config.rotary_channels is not None:
+    if config.latent_attention is not None or config.rotary_channels is not None:
+        factor = 1  # it has another place there
+    if factor == 1 and config.query_pre_attn_scalar is None:
         return None
-    return factor**2 / math.sqrt(config.kv_channels)
+    return factor**2 / math.sqrt(config.query_pre_attn_scalar or config.kv_channels)
 
 
 def _set_rotary_factor(megatron: TransformerConfig, config: McaModelConfig) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from blake3 import blake3
 
 from mca_lib.models.config import ROPE_TYPES
+from mca_lib.models.families.base import Family
 from mca_lib.models.registry import family_of
 from mca_lib.verification.layouts import STANDARD
 from mca_lib.verification.tiny import tiny_config
@@ -24,14 +25,21 @@ def unsupported(model_type: str) -> tuple[str, ...]:
     return (
         f"`architectures` other than `{family.architecture}`",
         *rules,
-        *_ropes(family.fixed.get("rotary", True)),
+        *_ropes(family),
         f"sliding windows, unless they are as follows: {window[0].lower()}{window[1:]}",
         "`quantization_config` other than FP8 in blocks",
     )
 
 
-def _ropes(rotary: bool) -> tuple[str, ...]:
-    return (f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in ROPE_TYPES)}",) if rotary else ()
+def _ropes(family: Family) -> tuple[str, ...]:
+    if not family.fixed.get("rotary", True):
+        return ()
+    if family.sliding_rope_base is not None:
+        return (
+            "`rope_type` other than `default`, `linear`, `llama3` in layers without a window",
+            "`rope_type` other than `default` in layers with one",
+        )
+    return (f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in ROPE_TYPES)}",)
 
 
 def table_digest(model_type: str) -> str:

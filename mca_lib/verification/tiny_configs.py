@@ -108,6 +108,17 @@ TINY: dict[str, dict[str, Any]] = {
         "moe_shared_expert_intermediate_size": 24,
         "routed_scaling_factor": 2.5,
     },
+    "gemma3_text": {
+        "head_dim": 12,
+        "attention_bias": True,
+        "query_pre_attn_scalar": 9,
+        "sliding_window": 17,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "full_attention": LINEAR_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+    },
     "olmo2": {"head_dim": 12, "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
     "deepseek_v3": {
         "num_key_value_heads": 4,

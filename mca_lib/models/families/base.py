@@ -16,7 +16,8 @@ from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.layers import PatternRule
 from mca_lib.models.families.partial_rotary import channels_from_hf, channels_to_hf
 from mca_lib.models.families.quantization import block_size
-from mca_lib.models.families.rope import DEFAULT_BASE, rope_from_hf, rope_to_hf
+from mca_lib.models.families.rope import DEFAULT_BASE, Rope, rope_from_hf, rope_to_hf
+from mca_lib.models.families.two_ropes import ropes_from_hf, ropes_to_hf
 from mca_lib.models.families.window import NO_WINDOW, WindowRule
 from mca_lib.models.hybrid.pattern import MOE, model_pattern
 from mca_lib.models.hybrid.weights import hybrid_rows
@@ -120,6 +121,8 @@ class Family:
     """Fields of `McaModelConfig` that follow from several of the Hugging Face config, which an export leaves as is."""
     rope_base: float = DEFAULT_BASE
     """transformers' base where the config gives none."""
+    sliding_rope_base: float | None = None
+    """The same of layers with a window; None: they have the rope of the others."""
     rotary_share: float | None = None
     """transformers' `partial_rotary_factor` where the config gives none; None: all channels of a head rotate."""
     window: WindowRule = NO_WINDOW
@@ -147,13 +150,14 @@ class Family:
         values |= {name: derive(hf) for name, derive in self.derived.items()}
         if self.pattern is not None:
             values |= self._hybrid_values(hf, values)
-        rotary_base, rope_scaling = rope_from_hf(hf, self.rope_base, partial=self.rotary_share is not None)
+        (rotary_base, rope_scaling), sliding_rotary_base = self._ropes(hf)
         rotary_channels = channels_from_hf(hf, values["kv_channels"], self.rotary_share)
         sliding_window, full_attention_layers = self.window.read(hf)
         try:
             return McaModelConfig(
                 model_type=self.model_type,
                 rotary_base=rotary_base,
+                sliding_rotary_base=sliding_rotary_base,
                 rotary_channels=rotary_channels,
                 rope_scaling=rope_scaling,
                 sliding_window=sliding_window,
@@ -215,8 +219,17 @@ class Family:
                 hf[name] = value
         hf = self.window.write(hf, (config.sliding_window, config.full_attention_layers))
         rope, partial = (config.rotary_base, config.rope_scaling), self.rotary_share is not None
+        if self.sliding_rope_base is not None:
+            ropes = rope, config.sliding_rotary_base
+            return ropes_to_hf(hf, ropes, transformers, self.rope_base, self.sliding_rope_base)
         hf = rope_to_hf(hf, rope, transformers, self.rope_base, partial=partial)
         return channels_to_hf(hf, config.rotary_channels, config.kv_channels, self.rotary_share, transformers)
+
+    def _ropes(self, hf: HfConfig) -> tuple[Rope, float | None]:
+        """(rope, base in layers with a window where they have one of their own)."""
+        if self.sliding_rope_base is not None:
+            return ropes_from_hf(hf, self.rope_base, self.sliding_rope_base)
+        return rope_from_hf(hf, self.rope_base, partial=self.rotary_share is not None), None
 
     def _fields_of(self, hf: HfConfig) -> list[Field]:
         """Rows of the config table that a Hugging Face config has."""

@@ -91,7 +91,8 @@ FIELD_TYPES: dict[str, Kind] = {
     "auto_map": _OBJECT,
     **dict.fromkeys(_FLAGS, Kind("true or false", lambda v: isinstance(v, bool), nullable=False)),
     **dict.fromkeys(_ROPES, _OBJECT),
-    "rope_theta": _POSITIVE,
+    **dict.fromkeys(("rope_theta", "rope_local_base_freq"), _POSITIVE),
+    **dict.fromkeys(("query_pre_attn_scalar", "sliding_window_pattern"), _SIZE),
     "original_max_position_embeddings": _SIZE,
     "sliding_window": Kind("a number of tokens", lambda v: _whole(v) and v >= 0),
     "use_sliding_window": Kind("true or false", lambda v: isinstance(v, bool)),
@@ -128,9 +129,11 @@ def check_types(hf: dict[str, Any]) -> None:
             _check(name, hf[name], kind)
     for rope in _ROPES:
         given = hf.get(rope) or {}
-        for name, kind in ROPE_TYPES.items():
-            if name in given:
-                _check(f"{rope}.{name}", given[name], kind)
+        nested = {f"{rope}.{layers}": value for layers, value in given.items() if isinstance(value, dict)}
+        for where, values in {rope: given, **nested}.items():
+            for name, kind in ROPE_TYPES.items():
+                if name in values:
+                    _check(f"{where}.{name}", values[name], kind)
 
 
 def _check(name: str, value: Any, kind: Kind) -> None:

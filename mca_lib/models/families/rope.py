@@ -20,7 +20,7 @@ DEFAULT_BASE = 10000.0
 
 Rope = tuple[float, RopeScaling | None]
 
-_KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
+KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _KIND = ("rope_type", "type")
 _COMMON = {*_KIND, "rope_theta", "partial_rotary_factor"}
 _WITHOUT_EFFECT = {"finetuned"}
@@ -63,7 +63,7 @@ def rope_to_hf(
     unchanged = rope_from_hf(hf, default_base, partial=partial) == rope
     own = 4 if ("rope_theta" in hf or "rope_scaling" in hf) and not hf.get("rope_parameters") else 5
     major = own if major is None else major
-    given_keys = [key for key in _KEYS if key in hf]
+    given_keys = [key for key in KEYS if key in hf]
     if unchanged and (not given_keys or (major == own and (own == 4 or given_keys == ["rope_parameters"]))):
         return hf
     source = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
@@ -76,7 +76,7 @@ def rope_to_hf(
         new = {"rope_theta": base, "rope_scaling": {"rope_type": kind, **kept} if scaling is not None else None}
     else:
         new = {"rope_parameters": {"rope_theta": base, "rope_type": kind, **kept}}
-    return {key: value for key, value in hf.items() if key not in _KEYS} | new
+    return {key: value for key, value in hf.items() if key not in KEYS} | new
 
 
 def _read(hf: dict[str, Any], where: str, default_base: float, partial: bool) -> Rope:

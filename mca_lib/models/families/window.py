@@ -120,6 +120,40 @@ class SwitchedWindow(WindowRule):
         return fields
 
 
+@dataclass(frozen=True)
+class PeriodicWindow(WindowRule):
+    """All layers have the window of `sliding_window` but those that `layer_types` says, or else every N-th."""
+
+    default: int
+    period: int
+    """N where the config gives none."""
+    period_field: str | None = None
+    """The field that gives it."""
+
+    def read(self, hf: HfConfig) -> Window:
+        window, types = _size(hf, self.default), _layer_types(hf)
+        if types is None:
+            period = (hf.get(self.period_field) if self.period_field else None) or self.period
+            full = tuple(i for i in range(hf["num_hidden_layers"]) if (i + 1) % period == 0)
+        else:
+            full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
+        if len(full) == hf["num_hidden_layers"]:
+            return FULL
+        if window is None:
+            raise _unsupported(hf, "sliding_window", "a number of tokens, as layer_types has sliding_attention")
+        return window, full
+
+    def spell(self, window: Window, hf: HfConfig) -> HfConfig:
+        size, full = window
+        layers = range(hf["num_hidden_layers"])
+        if size is None:
+            return {"layer_types": ["full_attention" for _ in layers]}
+        return {
+            "sliding_window": size,
+            "layer_types": ["full_attention" if i in full else "sliding_attention" for i in layers],
+        }
+
+
 def _size(hf: HfConfig, default: int | None) -> int | None:
     window = hf.get("sliding_window", default)
     if window == 0:
