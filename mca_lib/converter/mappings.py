@@ -10,7 +10,8 @@ So splitting, fusing, their inverse and the shape check are one piece of code, a
     Vocabulary   a + padding                     axis 0 is split, padded with zeros to a multiple of the ranks
     QKV          q0 q1 k0 v0 | q2 q3 k1 v1 | ... heads interleaved by key/value group, axis 0 is split
     GatedMLP     gate | up                       each half is split on its own
-    Packed       z | x | B | ...                 parts of one tensor on both sides, each split and stored on its own
+    GatedQKV     q0 q1 g0 g1 k0 v0 | ...         QKV whose query projection holds, head by head, a query and a gate
+    Packed       z | x | B | ...                 parts of a tensor of Megatron's, each split and stored on its own
 
 Placeholders of a name say how often a row exists:
 
@@ -23,8 +24,9 @@ Dimensions are names of `McaModelConfig` attributes, dotted for a part (`moe.ffn
 this needs no torch.
 """
 
+import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
@@ -121,6 +123,32 @@ class QKV(Mapping):
 
 
 @dataclass(frozen=True)
+class GatedQKV(QKV):
+    """The same where each head's query in the source's projection is followed by the gate of its output.
+
+    Megatron has for each group its query heads, then their gates, its key and its value.
+    """
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        query, *others = super().hf_shapes(config)
+        return ((2 * query[0], *query[1:]), *others)
+
+    def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        begin, end = _share(2 * (config.query_size + config.kv_size), rank, size)
+        head, groups = config.kv_channels, config.num_query_groups
+        of_group = config.num_attention_heads // groups
+        position = 0
+        for group in range(groups):
+            heads = range(group * of_group, (group + 1) * of_group)
+            starts = [(0, 2 * h * head) for h in heads] + [(0, (2 * h + 1) * head) for h in heads]
+            for source, start in (*starts, (1, group * head), (2, group * head)):
+                lo, hi = max(begin, position), min(end, position + head)
+                if lo < hi:
+                    yield Segment(source, start + lo - position, start + hi - position)
+                position += head
+
+
+@dataclass(frozen=True)
 class GatedMLP(Mapping):
     """Gate and up projections of a SwiGLU layer, each split on its own: [gate share; up share]."""
 
@@ -138,23 +166,43 @@ class GatedMLP(Mapping):
 
 @dataclass(frozen=True)
 class Packed(Mapping):
-    """Weights end to end in one tensor, here and there; a rank owns a share of each, and a checkpoint stores each."""
+    """Weights end to end in one tensor of Megatron; a rank owns a share of each, and a checkpoint stores each.
+
+    In the source they are in one tensor or several, there too end to end or, with `groups`, in turns: the first
+    group's rows of each part in the tensor, then the second's.
+    """
 
     parts: tuple[tuple[str, Dim], ...]
     """(Name of a part, its rows)."""
     columns: tuple[Dim, ...]
     """Dimensions beside the rows."""
+    hf_parts: tuple[int, ...] = field(default=(), kw_only=True)
+    """How many parts each tensor of the source has; empty: one has them all."""
+    groups: Dim = field(default=1, kw_only=True)
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
-        rows, columns = _sizes(config, tuple(rows for _, rows in self.parts)), _sizes(config, self.columns)
-        return ((sum(rows), *columns),)
+        columns = _sizes(config, self.columns)
+        return tuple((sum(rows), *columns) for rows in self._source_rows(config))
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        first = 0
-        for rows in _sizes(config, tuple(rows for _, rows in self.parts)):
-            start, stop = _share(rows, rank, size)
-            yield Segment(0, first + start, first + stop)
-            first += rows
+        for number in range(len(self.parts)):
+            yield from self.part_segments(number, config, rank, size)
+
+    def part_segments(self, number: int, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
+        """What the rank owns of one part."""
+        (groups,) = _sizes(config, (self.groups,))
+        source = 0
+        for rows in self._source_rows(config):
+            if number < len(rows):
+                break
+            source, number = source + 1, number - len(rows)
+        begin, end = _share(rows[number], rank, size)
+        of_group, stride, before = rows[number] // groups, sum(rows) // groups, sum(rows[:number]) // groups
+        for group in range(groups):
+            lo, hi = max(begin, group * of_group), min(end, (group + 1) * of_group)
+            if lo < hi:
+                offset = group * (stride - of_group) + before
+                yield Segment(source, lo + offset, hi + offset)
 
     def stored_parts(self, config: "McaModelConfig") -> tuple[tuple[str, Shape], ...]:
         columns = _sizes(config, self.columns)
@@ -162,21 +210,27 @@ class Packed(Mapping):
 
     def part(self, suffix: str) -> "PackedPart":
         """The tensor that a checkpoint stores under this suffix, of `stored_parts`."""
-        return PackedPart(**{f.name: getattr(self, f.name) for f in fields(self)}, name=suffix.removeprefix("."))
+        names = [name for name, _ in self.parts]
+        return PackedPart(self.mca, self.hf, self, names.index(suffix.removeprefix(".")))
+
+    def _source_rows(self, config: "McaModelConfig") -> list[Shape]:
+        """Rows of the parts in each tensor of the source."""
+        rows = iter(_sizes(config, tuple(rows for _, rows in self.parts)))
+        return [tuple(itertools.islice(rows, count)) for count in self.hf_parts or (len(self.parts),)]
 
 
 @dataclass(frozen=True)
-class PackedPart(Packed):
+class PackedPart(Mapping):
     """One of the weights that are packed in a tensor."""
 
-    name: str
+    whole: Packed
+    number: int
+
+    def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
+        return self.whole.hf_shapes(config)
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        numbers = [name for name, _ in self.parts]
-        yield list(super().segments(config, rank, size))[numbers.index(self.name)]
-
-    def stored_parts(self, config: "McaModelConfig") -> tuple[tuple[str, Shape], ...]:
-        return (("", self.local_shape(config, 0, 1)),)
+        return self.whole.part_segments(self.number, config, rank, size)
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:

@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
-from mca_lib.models.config_checks import check_hybrid, check_latent_attention, check_norms, check_rotary, checked_layers
+from mca_lib.models.config_checks import (
+    check_hybrid,
+    check_latent_attention,
+    check_linear_attention,
+    check_norms,
+    check_rotary,
+    checked_layers,
+)
 from mca_lib.models.config_derived import Derived
 from mca_lib.models.config_fields import from_json
 from mca_lib.models.config_files import CONFIG_NAME, is_mca_checkpoint, read_hf_config, read_json
@@ -19,6 +26,7 @@ from mca_lib.models.config_json import parts_from_json
 from mca_lib.models.config_parts import (
     ROPE_TYPES,
     Experts,
+    GatedDeltaNet,
     HybridLayers,
     LatentAttention,
     LinearRope,
@@ -34,6 +42,7 @@ __all__ = [
     "CONFIG_NAME",
     "ROPE_TYPES",
     "Experts",
+    "GatedDeltaNet",
     "HybridLayers",
     "LatentAttention",
     "LinearRope",
@@ -104,6 +113,8 @@ class McaModelConfig(Derived):
     full_attention_layers: tuple[int, ...] = ()
     """Layers without the window, counted from 0."""
     latent_attention: LatentAttention | None = None
+    gated_delta_net: GatedDeltaNet | None = None
+    """None: all layers have softmax attention."""
     moe: Experts | None = None
     hybrid: HybridLayers | None = None
     """None: a transformer. Else num_layers counts the layers of the pattern."""
@@ -114,6 +125,8 @@ class McaModelConfig(Derived):
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     attention_output_bias: bool = False
+    attention_output_gate: bool = False
+    """What attention puts out is multiplied by the sigmoid of a gate, which is projected beside the query."""
     mlp_bias: bool = False
     activation: Activation = "swiglu"
     """Of MLPs and experts; `geglu` has gelu's tanh form in its gate, `relu2` is relu(x)², without a gate."""
@@ -148,6 +161,7 @@ class McaModelConfig(Derived):
                 f"{self.num_query_groups} key/value heads"
             )
         check_norms(self)
+        check_linear_attention(self)
         if self.latent_attention is not None:
             check_latent_attention(self)
         else:

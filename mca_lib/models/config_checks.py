@@ -35,6 +35,18 @@ def check_latent_attention(config: "McaModelConfig") -> None:
         )
 
 
+def check_linear_attention(config: "McaModelConfig") -> None:
+    """The layers are some of the model's, and the other attention is not latent."""
+    net = config.gated_delta_net
+    if config.latent_attention is not None and (net is not None or config.attention_output_gate):
+        raise ModelError("model config: latent attention goes without gated_delta_net and attention_output_gate")
+    if net is not None and list(net.layers) != sorted({*net.layers} & {*range(config.num_layers)}):
+        raise ModelError(
+            f"model config: gated_delta_net: layers={list(net.layers)!s:.80} must be numbers from 0 to "
+            f"{config.num_layers - 1}, each once and in order"
+        )
+
+
 def check_norms(config: "McaModelConfig") -> None:
     """A norm over all heads is in place of one over each, and its weight is not centred at zero."""
     if config.qk_norm_over_heads and (config.zero_centered_norms or config.qk_layernorm):
@@ -59,6 +71,9 @@ def check_rotary(config: "McaModelConfig") -> None:
 
 
 _NOT_IN_HYBRIDS: dict[str, tuple[object, str]] = {
+    "zero_centered_norms": (False, "zero-centred norms"),
+    "gated_delta_net": (None, "layers with a gated delta net"),
+    "attention_output_gate": (False, "a gate on the output of attention"),
     "pre_norms": (True, "layers without a norm on their input"),
     "post_norms": (False, "norms on the output of attention and MLP"),
     "qk_norm_over_heads": (False, "a norm over all heads of queries and keys"),
@@ -87,8 +102,6 @@ def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
         raise ModelError(f"model config: moe.layers={config.moe_layers} are not the E of {hybrid.pattern!r}")
     if config.mtp_num_layers:
         raise ModelError("model config: a hybrid has no multi-token prediction (mtp_num_layers)")
-    if config.zero_centered_norms:
-        raise ModelError("model config: a hybrid has no zero-centred norms (zero_centered_norms)")
     if (foreign := _foreign_to_hybrids(config)) is not None:
         raise ModelError(f"model config: the layers of a hybrid have no {foreign}")
 
@@ -103,10 +116,6 @@ def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -
         raise ConfigError(f"{field}: a transformer with multi-token prediction cannot become a hybrid")
     if config.latent_attention is not None:
         raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
-    if config.zero_centered_norms:
-        raise ConfigError(
-            f"{field}: a transformer with zero-centred norms ({config.model_type}) cannot become a hybrid"
-        )
     if (foreign := _foreign_to_hybrids(config)) is not None:
         raise ConfigError(f"{field}: a {config.model_type} model cannot become a hybrid: it has {foreign}")
     if config.moe is not None and len(config.moe.layers) != config.num_layers:

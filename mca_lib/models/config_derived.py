@@ -24,6 +24,11 @@ class Derived:
         return self.num_query_groups * self.kv_channels
 
     @property
+    def gated_query_size(self) -> int:
+        """Rows of a query projection that makes the gate of attention's output too."""
+        return 2 * self.query_size if self.attention_output_gate else self.query_size
+
+    @property
     def query_key_size(self) -> int:
         """Rows of the query projection of latent attention."""
         return self.num_attention_heads * self.latent_attention.qk_head_dim
@@ -65,7 +70,15 @@ class Derived:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        return tuple(range(self.num_layers)) if self.hybrid is None else self._layers_of(ATTENTION, LATENT)
+        """Layers with softmax attention."""
+        if self.hybrid is not None:
+            return self._layers_of(ATTENTION, LATENT)
+        linear = set(self.linear_attention_layers)
+        return tuple(i for i in range(self.num_layers) if i not in linear)
+
+    @property
+    def linear_attention_layers(self) -> tuple[int, ...]:
+        return self.gated_delta_net.layers if self.gated_delta_net else ()
 
     @property
     def mamba_layers(self) -> tuple[int, ...]:
@@ -77,4 +90,5 @@ class Derived:
     @property
     def stacked_layers(self) -> bool:
         """A checkpoint stores the layers as one tensor with a leading axis: they are all alike."""
-        return self.hybrid is None and len(self.moe_layers) in (0, self.num_layers)
+        alike = len(self.moe_layers) in (0, self.num_layers) and not self.linear_attention_layers
+        return self.hybrid is None and alike

@@ -4,13 +4,22 @@ from typing import Any
 
 from mca_lib.errors import ConfigError
 from mca_lib.models.config_fields import from_json
-from mca_lib.models.config_parts import ROPE_TYPES, Experts, HybridLayers, LatentAttention, Mamba2, RopeScaling
+from mca_lib.models.config_parts import (
+    ROPE_TYPES,
+    Experts,
+    GatedDeltaNet,
+    HybridLayers,
+    LatentAttention,
+    Mamba2,
+    RopeScaling,
+)
 
 
 def parts_from_json(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of `McaModelConfig` that are dataclasses. Raises ConfigError naming the key that cannot be used."""
     parts: dict[str, Any] = {}
-    for name, part in (("latent_attention", LatentAttention), ("moe", Experts), ("hybrid", HybridLayers)):
+    kinds = {"latent_attention": LatentAttention, "gated_delta_net": GatedDeltaNet, "moe": Experts, "hybrid": HybridLayers}
+    for name, part in kinds.items():
         given = values.get(name)
         if name == "hybrid" and isinstance(given, dict) and given.get("mamba") is not None:
             given = given | {"mamba": from_json(Mamba2, given["mamba"], f"{where}: hybrid: mamba")}

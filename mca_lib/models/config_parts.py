@@ -169,6 +169,40 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class GatedDeltaNet:
+    """Linear attention by a gated delta rule (https://arxiv.org/abs/2412.06464), in the place of some attentions."""
+
+    layers: tuple[int, ...]
+    """Layers that have it, counted from 0; the others have softmax attention."""
+    num_key_heads: int
+    num_value_heads: int
+    """Consecutive value heads share a key head, which is a query head too."""
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int = 4
+    """Tokens over which queries, keys and values are convolved."""
+
+    def __post_init__(self) -> None:
+        check_sizes(self, "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel")
+        object.__setattr__(self, "layers", tuple(self.layers))
+        if self.num_value_heads % self.num_key_heads:
+            raise ModelError(
+                f"model config: gated_delta_net: {self.num_value_heads} value heads (linear_num_value_heads) do not "
+                f"divide among {self.num_key_heads} key heads (linear_num_key_heads)"
+            )
+
+    @property
+    def key_size(self) -> int:
+        """Rows of the query projection, and of the key projection."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        """Rows of the value projection, and of the gate's."""
+        return self.num_value_heads * self.value_head_dim
+
+
+@dataclass(frozen=True)
 class Mamba2:
     """Sizes of the Mamba-2 layers of a hybrid (https://arxiv.org/abs/2405.21060)."""
 

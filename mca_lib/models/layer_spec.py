@@ -13,6 +13,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlockSubmodules,
@@ -41,17 +42,20 @@ def block_spec(
     """Specification of the layers that this rank's model chunk holds, and of the norm after the last one."""
     layers = get_num_layers_to_build(megatron, vp_stage)
     first = get_transformer_layer_offset(megatron, vp_stage)
-    moe = {i in config.moe_layers for i in range(config.num_layers)}
-    spec_of = {has_experts: layer_spec(config, has_experts) for has_experts in moe}
-    if uses_transformer_engine() and len(moe) == 1:
-        return spec_of[moe.pop()]
+    kinds = [(i in config.moe_layers, i in config.linear_attention_layers) for i in range(config.num_layers)]
+    spec_of = {kind: layer_spec(config, *kind) for kind in set(kinds)}
+    if uses_transformer_engine() and len(spec_of) == 1:
+        return spec_of[kinds[0]]
     return TransformerBlockSubmodules(
-        layer_specs=[spec_of[i in config.moe_layers] for i in range(first, first + layers)], layer_norm=_norm()
+        layer_specs=[spec_of[kind] for kind in kinds[first : first + layers]], layer_norm=_norm()
     )
 
 
 def mtp_spec(config: McaModelConfig) -> MultiTokenPredictionBlockSubmodules | None:
-    """Specification of the multi-token prediction layers, each of the last layer's kind; None: the model has none."""
+    """Specification of the multi-token prediction layers; None: the model has none.
+
+    Each has softmax attention, and experts where the last layer has them.
+    """
     if not config.mtp_num_layers:
         return None
     inner = layer_spec(config, has_experts=config.num_layers - 1 in config.moe_layers)
@@ -61,8 +65,8 @@ def mtp_spec(config: McaModelConfig) -> MultiTokenPredictionBlockSubmodules | No
     return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * config.mtp_num_layers)
 
 
-def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
-    """Specification of one layer, with a mixture of experts or with a dense MLP."""
+def layer_spec(config: McaModelConfig, has_experts: bool, linear_attention: bool = False) -> ModuleSpec:
+    """Specification of one layer: with experts or a dense MLP, with softmax attention or a gated delta net."""
     spec = (_engine_layer_spec if uses_transformer_engine() else _local_layer_spec)(config, has_experts)
     if config.attention_output_bias:
         attention = spec.submodules.self_attention.submodules
@@ -71,6 +75,9 @@ def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
         spec.submodules.self_attention.module = HeadsNormSelfAttention
     if config.sliding_rotary_base is not None:
         spec.submodules.self_attention.module = TwoRopesSelfAttention
+    if linear_attention:
+        spec.submodules.self_attention = _gated_delta_net()
+        spec.submodules.sharded_state_dict_keys_map = dict(fused_names(config, has_experts, linear_attention=True))
     if config.post_norms:
         spec.module, spec.params = PostNormLayer, {"post_norm": _norm()}
     if config.mlp_bias and not has_experts:
@@ -80,6 +87,15 @@ def layer_spec(config: McaModelConfig, has_experts: bool) -> ModuleSpec:
         parts = replace(spec.submodules.mlp.keywords["submodules"], router=RowRouter)
         spec.submodules.mlp = partial(RowMoELayer, submodules=parts)
     return spec
+
+
+def _gated_delta_net() -> ModuleSpec:
+    from mca_lib.models.linear_attention.gated_delta_net import gated_delta_net_spec
+
+    if not uses_transformer_engine():
+        return gated_delta_net_spec(ColumnParallelLinear, RowParallelLinear)
+    backend = _engine_backend()
+    return gated_delta_net_spec(backend.column_parallel_layer_norm_linear(), backend.row_parallel_linear())
 
 
 def _norm() -> type:

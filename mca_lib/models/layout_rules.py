@@ -16,6 +16,7 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
         raise ConfigError(problem)
     _check_tensor(config, parallel)
     _check_experts(config, parallel)
+    _check_linear_attention(config, parallel)
     if config.hybrid is not None:
         _check_layers(config, config.hybrid.pattern)
         _check_mamba(config, parallel)
@@ -109,6 +110,18 @@ def _check_mamba(config: McaModelConfig, parallel: ParallelSizes) -> None:
         )
 
 
+def _check_linear_attention(config: McaModelConfig, parallel: ParallelSizes) -> None:
+    """Tensor parallel ranks share the key heads of a gated delta net, and context parallel ranks those of each."""
+    net, ranks = config.gated_delta_net, parallel.tensor * parallel.context
+    if net is None or not net.layers or net.num_key_heads % ranks == 0:
+        return
+    raise ConfigError(
+        f"parallel.tensor={parallel.tensor} x parallel.context={parallel.context} does not divide the "
+        f"{net.num_key_heads} key heads of the model's gated delta nets; use sizes whose product is one of "
+        f"{_divisors(net.num_key_heads)}"
+    )
+
+
 def _check_experts(config: McaModelConfig, parallel: ParallelSizes) -> None:
     if config.moe is None:
         if parallel.expert > 1:
@@ -138,7 +151,7 @@ def _key_value_heads_fit(config: McaModelConfig, tp: int) -> bool:
     if config.latent_attention is not None:
         return True  # every head has a key of its own, made from the latent that all ranks hold
     groups = config.num_query_groups
-    return groups % tp == 0 or (tp % groups == 0 and (config.query_size + 2 * config.kv_size) % tp == 0)
+    return groups % tp == 0 or (tp % groups == 0 and (config.gated_query_size + 2 * config.kv_size) % tp == 0)
 
 
 def _fitting(config: McaModelConfig) -> list[int]:

@@ -33,13 +33,17 @@ MAMBA_NORM = ("norm.", "mixer.in_proj.layer_norm_")
 _MAMBA_NAMES = (MAMBA_NORM, ("mixer.conv1d_", "mixer.conv1d."))
 
 
-def fused_names(config: "McaModelConfig", has_experts: bool) -> tuple[tuple[str, str], ...]:
+def fused_names(
+    config: "McaModelConfig", has_experts: bool, linear_attention: bool = False
+) -> tuple[tuple[str, str], ...]:
     """(prefix in the local layer, prefix in the checkpoint): a norm before a linear layer is a part of that."""
     if config.latent_attention is not None:
         attention = (
             ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
             ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
         )
+    elif linear_attention:
+        attention = (("input_layernorm.", "self_attention.in_proj.layer_norm_"),)
     else:
         attention = (("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),)
     return attention if has_experts else (*attention, ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"))
@@ -70,23 +74,26 @@ def checkpoint_parameters(model: "McaLanguageModel") -> Iterator[tuple[str, "tor
         if match := LAYER.match(name):
             layer = model.decoder.layers[int(match[1])]
             number = layer.layer_number - 1
-            name = f"decoder.layers.{number}.{_layer_name(name[match.end() :], layer, config, number)}"
+            linear = number in config.linear_attention_layers
+            name = f"decoder.layers.{number}.{_layer_name(name[match.end() :], layer, config, number, linear)}"
         elif match := _MTP_LAYER.match(name):
             layer = model.mtp.layers[int(match[1])].mtp_model_layer
-            rest = _layer_name(name[match.end() :], layer, config, config.num_layers - 1)
+            rest = _layer_name(name[match.end() :], layer, config, config.num_layers - 1, linear_attention=False)
             name = f"mtp.layers.{match[1]}.transformer_layer.{rest}"
         elif name == "output_layer.weight" and config.tie_word_embeddings:
             name = "embedding.word_embeddings.weight"
         yield name, tensor
 
 
-def _layer_name(name: str, layer: "torch.nn.Module", config: "McaModelConfig", number: int) -> str:
+def _layer_name(
+    name: str, layer: "torch.nn.Module", config: "McaModelConfig", number: int, linear_attention: bool
+) -> str:
     """Name within a layer of the checkpoint, for one within a chunk's layer that is of the kind of layer `number`."""
     if found := expert_in_layer(name):
         number, rest = found
         return expert_name(layer.mlp.local_expert_indices[number], rest)
-    renamed = _MAMBA_NAMES if number in config.mamba_layers else fused_names(config, number in config.moe_layers)
-    for own, fused in renamed:
+    renamed = fused_names(config, number in config.moe_layers, linear_attention)
+    for own, fused in _MAMBA_NAMES if number in config.mamba_layers else renamed:
         if name.startswith(own):
             return fused + name.removeprefix(own)
     return name

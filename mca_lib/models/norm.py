@@ -13,11 +13,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm with Megatron's constructor and its mark for sequence parallelism.
 
-    With the config's `layernorm_zero_centered_gamma` it multiplies by 1 + weight, and a fresh weight is 0.
+    With `zero_centered`, by default the config's `layernorm_zero_centered_gamma`, it multiplies by 1 + weight, and a
+    fresh weight is 0.
     """
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        self.zero_centered = config.layernorm_zero_centered_gamma
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, zero_centered: bool | None = None
+    ) -> None:
+        self.zero_centered = config.layernorm_zero_centered_gamma if zero_centered is None else zero_centered
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel
 

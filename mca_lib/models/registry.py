@@ -21,7 +21,10 @@ from mca_lib.models.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
+    qwen3_5_moe,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
 )
 from mca_lib.models.families.base import Family
@@ -41,7 +44,10 @@ FAMILIES: dict[str, Family] = {
         qwen2,
         qwen2_moe,
         qwen3,
+        qwen3_5,
+        qwen3_5_moe,
         qwen3_moe,
+        qwen3_next,
         seed_oss,
     )
 }

@@ -68,6 +68,7 @@ def transformer_config(
         qk_layernorm=config.qk_layernorm or config.latent_attention is not None,
         add_bias_linear=False,
         add_qkv_bias=config.qkv_bias,
+        attention_output_gate=config.attention_output_gate,
         gated_linear_unit=config.gated,
         activation_func=_ACTIVATIONS[config.activation],
         attention_dropout=config.attention_dropout,
@@ -79,6 +80,7 @@ def transformer_config(
         mtp_loss_scaling_factor=getattr(args, "mtp_loss_weight", 0.1),
         **_latent_attention(config),
         **_experts(config, args),
+        **_linear_attention(config),
         **_mamba(config),
         # the layout
         tensor_model_parallel_size=layout.tensor,
@@ -192,6 +194,22 @@ def _mscale(rope: YarnRope) -> float:
     if growth <= 0:
         return 1.0
     return (attention_factor(rope) * (growth * (rope.mscale_all_dim or 0.0) + 1) - 1) / growth
+
+
+def _linear_attention(config: McaModelConfig) -> dict[str, Any]:
+    """Fields of gated delta nets; Megatron counts 1 for a layer that has one."""
+    net = config.gated_delta_net
+    if net is None or not net.layers:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(i in net.layers) for i in range(config.num_layers)],
+        "linear_conv_kernel_dim": net.conv_kernel,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
+        "linear_num_key_heads": net.num_key_heads,
+        "linear_num_value_heads": net.num_value_heads,
+    }
 
 
 def _experts(config: McaModelConfig, args: object | None) -> dict[str, Any]:

@@ -31,7 +31,11 @@ def make_tiny(directory: Path, model_type: str, seed: int = 0) -> Path:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias"):
                 tensor.normal_(0, 0.3)
-            elif "norm" in name or name.endswith((".D", ".A_log")):
+            elif name.endswith("linear_attn.A_log"):
+                tensor.uniform_(-4, 1)  # heads that remember a row of tokens, and such that forget at once
+            elif "norm" in name:
+                tensor.add_(torch.rand_like(tensor) - 0.5)  # to the 1 or the 0 that is neutral
+            elif name.endswith((".D", ".A_log")):
                 tensor.uniform_(0.5, 1.5)
     model.to(torch.float32).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)

@@ -45,6 +45,18 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 17}
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+# Two value heads to a key head, all sizes different; of a head of 16 channels 4 rotate.
+DELTA_NETS = {
+    "head_dim": 16,
+    "attention_bias": True,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+}
+
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
     "mistral": {"head_dim": 12, "sliding_window": 17, "rope_parameters": LINEAR_ROPE},
@@ -120,6 +132,17 @@ TINY: dict[str, dict[str, Any]] = {
         },
     },
     "olmo2": {"head_dim": 12, "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
+    "qwen3_next": {
+        **EXPERTS,
+        **DELTA_NETS,
+        "num_experts": 8,
+        "norm_topk_prob": False,
+        "mlp_only_layers": [0],
+        "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"],
+    },
+    "qwen3_5_text": {**DELTA_NETS, "tie_word_embeddings": True},
+    "qwen3_5_moe_text": {**EXPERTS, **DELTA_NETS, "num_experts": 4, "shared_expert_intermediate_size": 24},
     "deepseek_v3": {
         "num_key_value_heads": 4,
         "n_routed_experts": 8,

@@ -127,7 +127,8 @@ class _Run:
 
     def sensitivity(self, tiny: bool) -> Sequence[Sensitivity]:
         """The model with one place changed; in a tiny one, one weight must show."""
-        weight = f"decoder.layers.{self.config.num_layers // 2}.self_attention.linear_proj.weight"
+        layers = self.config.attention_layers
+        weight = f"decoder.layers.{layers[len(layers) // 2]}.self_attention.linear_proj.weight"
         self.tell("one weight changed")
         perturbed = self._one(
             _WORK + "measure:compare_perturbed", self.directory, self.work, self.sample, weight, PERTURBATION

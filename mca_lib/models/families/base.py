@@ -11,7 +11,15 @@ from typing import Any
 
 from mca_lib.converter.mapping import Mapping
 from mca_lib.errors import ModelError
-from mca_lib.models.config import SOURCE_FIELDS, Experts, HybridLayers, LatentAttention, Mamba2, McaModelConfig
+from mca_lib.models.config import (
+    SOURCE_FIELDS,
+    Experts,
+    GatedDeltaNet,
+    HybridLayers,
+    LatentAttention,
+    Mamba2,
+    McaModelConfig,
+)
 from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.layers import PatternRule
 from mca_lib.models.families.partial_rotary import channels_from_hf, channels_to_hf
@@ -164,6 +172,7 @@ class Family:
                 full_attention_layers=full_attention_layers,
                 hf_config=dict(hf),
                 latent_attention=_part(LatentAttention, values, "latent_attention"),
+                gated_delta_net=_part(GatedDeltaNet, values, "gated_delta_net"),
                 moe=_part(Experts, values, "moe"),
                 hybrid=_part(HybridLayers, values, "hybrid"),
                 **values,
@@ -277,7 +286,7 @@ def _flat(config: McaModelConfig) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for f in fields(config):
         value = getattr(config, f.name)
-        if isinstance(value, LatentAttention | Experts | HybridLayers):
+        if isinstance(value, LatentAttention | GatedDeltaNet | Experts | HybridLayers):
             flat |= {f"{f.name}.{part.name}": getattr(value, part.name) for part in fields(value)}
         elif f.name not in SOURCE_FIELDS:
             flat[f.name] = value

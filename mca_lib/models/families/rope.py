@@ -23,8 +23,9 @@ Rope = tuple[float, RopeScaling | None]
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _KIND = ("rope_type", "type")
 _COMMON = {*_KIND, "rope_theta", "partial_rotary_factor"}
-_WITHOUT_EFFECT = {"finetuned"}
-"""A note of YaRN's authors, which no version of transformers reads."""
+_WITHOUT_EFFECT = {"finetuned", "mrope_section", "mrope_interleaved"}
+"""A note of YaRN's authors, which no version of transformers reads; and which channels rotate by which coordinate of an
+image, which are all the same in text."""
 
 
 def rope_from_hf(hf: dict[str, Any], default_base: float = DEFAULT_BASE, *, partial: bool = False) -> Rope:

@@ -1,0 +1,47 @@
+"""Qwen3-Next: gated delta nets and gated attention in turns, many small experts and a gated one for every token."""
+
+from mca_lib.models.families.base import Family, Field
+from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, MLP, replaced
+from mca_lib.models.families.linear_attention import (
+    DERIVED,
+    FIELDS,
+    FIXED,
+    GATED_ATTENTION,
+    NEUTRAL,
+    ROTARY_SHARE,
+    NoWindowBesideLinear,
+    gated_delta_net,
+)
+from mca_lib.models.families.moe import (
+    EXPERT_WEIGHTS,
+    MOE_NEUTRAL,
+    QWEN_MOE_FIELDS,
+    shared_expert_gate,
+    shared_expert_weights,
+    sparse_layers,
+)
+
+FAMILY = Family(
+    model_type="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    fields=(
+        *replaced((*DENSE_FIELDS, *QWEN_MOE_FIELDS), Field("norm_topk_prob", "moe.normalize_topk", True)),
+        *FIELDS,
+        Field("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", 512),
+    ),
+    weights=(
+        *EMBEDDINGS,
+        *GATED_ATTENTION,
+        # For each key head: query, key, and values and gates of its value heads; then rates and decays of these.
+        *gated_delta_net(("in_proj_qkvz", "in_proj_ba"), (4, 2), "gated_delta_net.num_key_heads"),
+        *MLP,
+        *EXPERT_WEIGHTS,
+        *shared_expert_weights("mlp.shared_expert"),
+        *shared_expert_gate("mlp.shared_expert_gate.weight"),
+    ),
+    neutral=(*(rule for rule in MOE_NEUTRAL if rule.hf != "partial_rotary_factor"), *NEUTRAL),
+    fixed={**FIXED, "moe.shared_gate": True},
+    derived={**DERIVED, "moe.layers": sparse_layers},
+    rotary_share=ROTARY_SHARE,
+    window=NoWindowBesideLinear(),
+)
