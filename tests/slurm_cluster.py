@@ -9,11 +9,14 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 
+from tests.ports import free_port
+
+PORT_TRIES = 3
 DAEMONS = ("munged", "slurmctld", "slurmd")
 _CONF = """
 ClusterName=test
@@ -59,15 +62,34 @@ def missing() -> str | None:
 @contextmanager
 def cluster(folder: Path) -> Iterator[dict[str, str]]:
     """Run the daemons; yields the environment in which Slurm's commands find them."""
-    host = socket.gethostname().partition(".")[0]
+    conf, key = folder / "slurm.conf", folder / "munge.key"
     for name in ("state", "spool"):
         (folder / name).mkdir()
-    conf, key = folder / "slurm.conf", folder / "munge.key"
-    conf.write_text(_CONF.format(host=host, folder=folder, ports=_free_ports(2), cpus=os.cpu_count()))
     key.write_bytes(os.urandom(128))
     key.chmod(0o600)
+    with ExitStack() as stack:
+        for tries_left in reversed(range(PORT_TRIES)):
+            try:
+                stack.enter_context(_daemons(folder, conf))
+                break
+            except PortTaken:
+                if not tries_left:
+                    raise
+        stack.callback(_kill_jobs, str(conf))
+        yield {"SLURM_CONF": str(conf)}
+
+
+class PortTaken(Exception):
+    """A daemon could not listen: something has bound its port since it was found free."""
+
+
+@contextmanager
+def _daemons(folder: Path, conf: Path) -> Iterator[None]:
+    """Write the configuration and run what it says, on ports that are free."""
+    host = socket.gethostname().partition(".")[0]
+    conf.write_text(_CONF.format(host=host, folder=folder, ports=(free_port(), free_port()), cpus=os.cpu_count()))
     env = os.environ | {"SLURM_CONF": str(conf)}
-    names = {"key-file": key} | {
+    names = {"key-file": folder / "munge.key"} | {
         name: folder / f"munge.{name}" for name in ("socket", "pid-file", "log-file", "seed-file")
     }
     munged = ["munged", "--foreground", "--force", *(f"--{name}={path}" for name, path in names.items())]
@@ -79,9 +101,10 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
                 argv = [_find(command[0]), *command[1:]]
                 started.append(subprocess.Popen(argv, env=env, stdout=output, stderr=output, start_new_session=True))
             if command[0] == "munged":
-                _await((folder / "munge.socket").exists, folder)
-        _await(lambda: b"idle" in subprocess.run(["sinfo", "-h"], env=env, capture_output=True).stdout, folder)
-        yield {"SLURM_CONF": str(conf)}
+                _await((folder / "munge.socket").exists, started, folder)
+        idle = ["sinfo", "-h"]
+        _await(lambda: b"idle" in subprocess.run(idle, env=env, capture_output=True).stdout, started, folder)
+        yield
     finally:
         for process in reversed(started):
             process.terminate()
@@ -91,7 +114,6 @@ def cluster(folder: Path) -> Iterator[dict[str, str]]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-        _kill_jobs(str(conf))
 
 
 def _kill_jobs(conf: str) -> None:
@@ -104,22 +126,19 @@ def _kill_jobs(conf: str) -> None:
             continue
 
 
-def _await(condition: Callable[[], bool], folder: Path) -> None:
+def _await(condition: Callable[[], bool], daemons: list[subprocess.Popen], folder: Path) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        if time.monotonic() > deadline:
-            logs = [*folder.glob("*.out"), *folder.glob("*.log")]
-            raise TimeoutError("\n".join(f"--- {log.name}\n{log.read_text()[-2000:]}" for log in logs))
+        ended = any(daemon.poll() is not None for daemon in daemons)
+        if ended or time.monotonic() > deadline:
+            logs = "\n".join(
+                f"--- {log.name}\n{log.read_text()[-2000:]}" for log in [*folder.glob("*.out"), *folder.glob("*.log")]
+            )
+            if ended and "Address already in use" in logs:
+                raise PortTaken(logs)
+            raise TimeoutError(logs)
         time.sleep(0.1)
 
 
 def _find(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for each in sockets:
-        each.close()
-    return ports

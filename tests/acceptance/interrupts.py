@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,6 +29,7 @@ from tests.acceptance.harness import (
     parser,
     show,
 )
+from tests.ports import free_port
 
 END_SECONDS = 30.0
 GONE_SECONDS = 10.0
@@ -116,8 +116,7 @@ def _interrupt(place: Workplace, store: Path, what: Interruption, api: str) -> t
 @contextlib.contextmanager
 def _prefect_server(place: Workplace) -> Iterator[str]:
     """A Prefect server on a free port; yields the URL of its API."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
     with open(place.folder / "server.log", "wb") as log:
         server = subprocess.Popen(

@@ -13,7 +13,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,8 @@ import httpx
 import websockets.sync.client
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from tests.ports import free_port
+
 PASSWORD = "correct-horse-battery-staple"
 RIGHT, WRONG = ("ops", PASSWORD), ("ops", "guess")
 HEALTH = {"/api/health", "/api/ready"}
@@ -32,7 +33,7 @@ SOCKETS = ("/api/events/in", "/api/events/out", "/api/logs/out")
 
 def main(folder: Path) -> int:
     """Run the check; returns the number of things that are wrong."""
-    port = _free_port()
+    port = free_port()
     base = f"http://127.0.0.1:{port}"
     log = folder / "server.log"
     env = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT")}
@@ -126,11 +127,6 @@ def _wait(base: str, server: subprocess.Popen) -> None:
         except httpx.HTTPError:
             time.sleep(0.5)
     raise SystemExit("the server did not start")
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 if __name__ == "__main__":

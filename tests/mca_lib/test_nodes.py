@@ -16,6 +16,7 @@ import pytest
 
 from mca_lib.launch_plan import LaunchPlan, split_endpoint
 from mca_lib.rank_process import ERRORS_VARIABLE, LAUNCHER_FAILURE, first_failure
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +28,7 @@ class Machines:
         self.folder = folder
         (folder / "logs").mkdir()
         (folder / "failures").mkdir()
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
         self.processes: list[subprocess.Popen] = []
 
     def head(self, *options: str, nnodes: int = 2, patience: float = 60.0) -> subprocess.Popen:

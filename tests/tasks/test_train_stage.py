@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from tasks.store import ArtifactStore
 from tasks.train import TrainStage
 from tasks.training_config import DpoConfig, LauncherConfig, LoraConfig, ParallelConfig, TrainingConfig
 from tests.mca_lib.trainers.training import make_model, make_store
+from tests.ports import free_port
 
 pytestmark = pytest.mark.usefixtures("forked_jobs")
 
@@ -179,8 +179,7 @@ def test_ranks_get_the_fields_of_the_preference_loss(store, folder, tmp_path):
 
 def test_two_machines_train_to_the_same_bits_as_one(folder, trained):
     """The second machine is an agent on loopback, started as a user would."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     agent = subprocess.Popen([sys.executable, "-m", "flows.cli", "agent", endpoint])
     store = ArtifactStore(folder / "machines")
     two = LauncherConfig(kind="nodes", nnodes=2, rdzv_endpoint=endpoint, interface="lo")

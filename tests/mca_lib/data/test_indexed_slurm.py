@@ -1,7 +1,9 @@
 """Text is tokenized on Slurm to the bytes that this machine makes, by one job at a time."""
 
 import os
+import socket
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ from mca_lib.data import shards
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.spec import EXECUTOR, DatasetSpec
 from mca_lib.data.tokenization import build_executor, tokenize
+from tests import slurm_cluster
 from tests.mca_lib.data.conftest import VOCAB_SIZE
-from tests.slurm_cluster import cluster, missing
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +24,7 @@ def queue(name: str) -> str:
 
 
 def test_slurm_writes_the_same_bytes_and_cancels_what_a_killed_run_left(tokenizer_dir, tmp_path, monkeypatch):
-    if lacking := missing():
+    if lacking := slurm_cluster.missing():
         assert "MCAFLOW_REQUIRE_SLURM" not in os.environ, f"the tests of Slurm need {lacking}"
         pytest.skip(f"NOT RUN: the tests of Slurm need {lacking}")
     monkeypatch.setattr(shards, "SHARD_BYTES", 2000)
@@ -30,7 +33,11 @@ def test_slurm_writes_the_same_bytes_and_cancels_what_a_killed_run_left(tokenize
     text.write_text("".join(f"Ferry {i} leaves Norwick.\n" for i in range(120)), encoding="utf-8")
     (tmp_path / "cluster").mkdir()
     written = {}
-    with cluster(tmp_path / "cluster") as env:
+    with socket.create_server(("", free_port())) as taken, ExitStack() as stack:
+        ports = iter([taken.getsockname()[1]])
+        with monkeypatch.context() as patch:  # the first port that the cluster gets is not free any more
+            patch.setattr(slurm_cluster, "free_port", lambda: next(ports, None) or free_port())
+            env = stack.enter_context(slurm_cluster.cluster(tmp_path / "cluster"))
         for name, value in env.items():
             monkeypatch.setenv(name, value)
         for kind in ("local", "slurm"):
