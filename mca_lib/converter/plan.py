@@ -53,6 +53,8 @@ class Plan:
     """Hugging Face name of a tensor that the source stores a second time → the tensor that it must equal."""
     mtp_num_layers: int = 0
     """Multi-token prediction layers that the source has."""
+    prefixes: dict[str, str] = field(default_factory=dict)
+    """The source's spelling of names; see `McaModelConfig.source_prefixes`."""
 
     def by_target(self) -> dict[str, Entry]:
         return {e.mca: e for e in self.entries}
@@ -62,6 +64,7 @@ class Plan:
 
         Tensors have the names of an export, which are those of the source unless that became a hybrid.
         """
+        config = replace(config, source_prefixes=self.prefixes)
         exported = {entry.mca: entry for entry in entries(config)}
         names = {s: own for e in self.entries for s, own in zip(e.hf, exported[e.mca].hf, strict=True)}
         dtypes = {names.get(name, name): dtype for name, dtype in self.dtype_exceptions.items()}
@@ -110,7 +113,7 @@ def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: 
         ModelError: something is missing, unused, used twice, mis-shaped or of an unusable dtype; lists the names.
     """
     family = family or family_of(config.model_type)
-    config = _as_stored(config, source)
+    config = replace(_as_stored(config, source), source_prefixes=family.prefixes_in(source))
     planned = tuple(e for e in entries(config, family) if family.hybrid or e.mapping not in MAMBA_WEIGHTS)
     problems: dict[str, list[str]] = defaultdict(list)
     problems.update(_mtp_problem(config, source, family))
@@ -147,7 +150,8 @@ def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: 
     dtypes = {n: source[n].dtype for e in planned for n in e.hf}
     common = Counter(dtypes.values()).most_common(1)[0][0]
     dtypes |= {n: source[n].dtype for n in copies}
-    return Plan(planned, common, {n: d for n, d in dtypes.items() if d != common}, copies, config.mtp_num_layers)
+    exceptions = {n: d for n, d in dtypes.items() if d != common}
+    return Plan(planned, common, exceptions, copies, config.mtp_num_layers, config.source_prefixes)
 
 
 def _as_stored(config: McaModelConfig, source: Mapping[str, TensorInfo]) -> McaModelConfig:

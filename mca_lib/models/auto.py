@@ -58,6 +58,10 @@ def class_of(config: McaModelConfig) -> type["McaLanguageModel"]:
         from mca_lib.models.hybrid.model import McaHybridModel
 
         return McaHybridModel
+    if config.vision is not None:
+        from mca_lib.models.vision.model import McaVisionModel
+
+        return McaVisionModel
     from mca_lib.models.gpt import McaGPTModel
 
     return McaGPTModel

@@ -36,6 +36,7 @@ from mca_lib.models.config_parts import (
     YarnRope,
     check_sizes,
 )
+from mca_lib.models.vision.part import Vision
 from mca_lib.models.hybrid.pattern import LayerMap
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "Mamba2",
     "McaModelConfig",
     "RopeScaling",
+    "Vision",
     "YarnRope",
     "is_mca_checkpoint",
     "read_hf_config",
@@ -60,7 +62,7 @@ FORMAT_VERSION = 2
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Activation = Literal["swiglu", "geglu", "relu2"]
-SOURCE_FIELDS = ("source_dtype", "source_dtype_exceptions", "source_copies", "hf_config")
+SOURCE_FIELDS = ("source_dtype", "source_dtype_exceptions", "source_copies", "source_prefixes", "hf_config")
 """Fields that say how the source was written, and not what the model is."""
 
 _SIZES = (
@@ -118,6 +120,8 @@ class McaModelConfig(Derived):
     moe: Experts | None = None
     hybrid: HybridLayers | None = None
     """None: a transformer. Else num_layers counts the layers of the pattern."""
+    vision: Vision | None = None
+    """None: a model of text alone."""
     mtp_num_layers: int = 0
     """Multi-token prediction layers after the last (https://arxiv.org/abs/2412.19437, 2.2)."""
     embedding_multiplier: float = 1.0
@@ -146,6 +150,8 @@ class McaModelConfig(Derived):
     """Hugging Face name → dtype, for the source's tensors that differ from `source_dtype`."""
     source_copies: tuple[str, ...] = ()
     """Hugging Face names under which the source stores a tensor a second time; an export writes them again."""
+    source_prefixes: dict[str, str] = field(default_factory=dict)
+    """Prefix of the weight table's Hugging Face names → the source's, where it has another spelling."""
     hf_config: dict[str, Any] = field(default_factory=dict)
     """The source's config.json, whole."""
 

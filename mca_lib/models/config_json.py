@@ -13,13 +13,21 @@ from mca_lib.models.config_parts import (
     Mamba2,
     RopeScaling,
 )
+from mca_lib.models.vision.part import Vision
+
+_PARTS = {
+    "latent_attention": LatentAttention,
+    "gated_delta_net": GatedDeltaNet,
+    "moe": Experts,
+    "hybrid": HybridLayers,
+    "vision": Vision,
+}
 
 
 def parts_from_json(values: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of `McaModelConfig` that are dataclasses. Raises ConfigError naming the key that cannot be used."""
     parts: dict[str, Any] = {}
-    kinds = {"latent_attention": LatentAttention, "gated_delta_net": GatedDeltaNet, "moe": Experts, "hybrid": HybridLayers}
-    for name, part in kinds.items():
+    for name, part in _PARTS.items():
         given = values.get(name)
         if name == "hybrid" and isinstance(given, dict) and given.get("mamba") is not None:
             given = given | {"mamba": from_json(Mamba2, given["mamba"], f"{where}: hybrid: mamba")}

@@ -50,7 +50,7 @@ class McaLanguageModel(PretrainedModel):
                 self.embedding.register_forward_hook(lambda _, __, found: found * multiplier.to(found.dtype))
         self.adapters: Adapters | None = None
         """Of LoRA, which then are all that is trained; see `mca_lib.adapters`."""
-        if mca_config.rotary and mca_config.latent_attention is None:
+        if self.position_embedding_type == "rope" and mca_config.latent_attention is None:
             self.rotary_pos_emb.inv_freq = model_frequencies(mca_config).to(self.rotary_pos_emb.inv_freq.device)
 
     def forward(
@@ -119,7 +119,10 @@ def model_arguments(mca_config: McaModelConfig, config: TransformerConfig, vp_st
         "post_process": is_vp_last_stage(vp_stage, chunks) and is_pp_last_stage(pipeline),
         "parallel_output": True,
         "share_embeddings_and_output_weights": mca_config.tie_word_embeddings,
-        "position_embedding_type": "rope" if mca_config.rotary else "none",
+        # Positions of three axes: `mca_lib.models.vision.model` has a rotary embedding of its own.
+        "position_embedding_type": "rope" if mca_config.rotary and mca_config.vision is None else "none",
+        # Images take the places of tokens in whole rows, which are split between the ranks afterwards.
+        "scatter_embedding_sequence_parallel": mca_config.vision is None,
         "rotary_base": mca_config.rotary_base,
         "rotary_percent": mca_config.rotating_channels / mca_config.kv_channels,
         "vp_stage": vp_stage,

@@ -33,6 +33,7 @@ from mca_lib.models.norm import RMSNorm
 from mca_lib.models.post_norm import PostNormLayer
 from mca_lib.models.router import RowMoELayer, RowRouter
 from mca_lib.models.self_attention import HeadsNormSelfAttention, TwoRopesSelfAttention
+from mca_lib.models.vision.deepstack import DeepStackLayer
 from mca_lib.platforms import uses_transformer_engine
 
 
@@ -80,6 +81,8 @@ def layer_spec(config: McaModelConfig, has_experts: bool, linear_attention: bool
         spec.submodules.sharded_state_dict_keys_map = dict(fused_names(config, has_experts, linear_attention=True))
     if config.post_norms:
         spec.module, spec.params = PostNormLayer, {"post_norm": _norm()}
+    if config.vision is not None and config.vision.deepstack_layers:
+        spec.module = DeepStackLayer
     if config.mlp_bias and not has_experts:
         mlp = spec.submodules.mlp.keywords["submodules"]
         mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)

@@ -20,7 +20,13 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
     if config.hybrid is not None:
         _check_layers(config, config.hybrid.pattern)
         _check_mamba(config, parallel)
-    chunks_of(config, parallel)
+    chunks = chunks_of(config, parallel)
+    if config.vision is not None and config.vision.deepstack_layers > len(chunks[0][0].layers):
+        raise ConfigError(
+            f"parallel.pipeline={parallel.pipeline}: the first chunk would hold {len(chunks[0][0].layers)} layers, and "
+            f"features of images are added after the model's first {config.vision.deepstack_layers} (deepstack); use "
+            "fewer chunks, or set parallel.first_stage_layers"
+        )
     if config.tie_word_embeddings and config.mtp_num_layers and parallel.pipeline > 1:
         # The last stage would have the tied matrix twice, as its embedding and as its output layer.
         raise ConfigError(

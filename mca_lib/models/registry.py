@@ -19,12 +19,15 @@ from mca_lib.models.families import (
     nemotron_h,
     olmo2,
     qwen2,
+    qwen2_5_vl,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
     qwen3_5,
     qwen3_5_moe,
     qwen3_moe,
     qwen3_next,
+    qwen3_vl,
     seed_oss,
 )
 from mca_lib.models.families.base import Family
@@ -42,12 +45,15 @@ FAMILIES: dict[str, Family] = {
         nemotron_h,
         olmo2,
         qwen2,
+        qwen2_5_vl,
         qwen2_moe,
+        qwen2_vl,
         qwen3,
         qwen3_5,
         qwen3_5_moe,
         qwen3_moe,
         qwen3_next,
+        qwen3_vl,
         seed_oss,
     )
 }

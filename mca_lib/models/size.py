@@ -3,7 +3,7 @@
 Counted from the weight table of the family, which is also what a conversion fills: the figures are those of the
 model that is built. The biases that balance experts count as `router`, though no gradient reaches them.
 
-    embedding attention mamba mlp experts shared_experts router norms head mtp
+    vision embedding attention mamba mlp experts shared_experts router norms head mtp
 """
 
 import math
@@ -20,6 +20,7 @@ from mca_lib.models.registry import weights_family
 
 _PARTS = (
     # The first that a name contains; a norm is a norm wherever it stands.
+    ("vision", "vision_model."),
     ("mtp", "{mtp}"),
     ("norms", "norm"),
     ("embedding", "embedding."),
@@ -32,7 +33,9 @@ _PARTS = (
     ("mlp", ".mlp."),
 )
 
-PARTS = ("embedding", "attention", "mamba", "mlp", "experts", "shared_experts", "router", "norms", "head", "mtp")
+PARTS = tuple(
+    "vision embedding attention mamba mlp experts shared_experts router norms head mtp".split()
+)
 
 
 def parts(config: McaModelConfig) -> dict[str, int]:
@@ -113,6 +116,6 @@ def rows_held(row: Mapping, config: McaModelConfig, chunk: Chunk) -> int:
         return chunk.mtp_layers
     if "{layer}" in row.mca:
         return sum(layer in chunk.layers for layer in _layers(row, config))
-    if isinstance(row, Vocabulary) and "embedding" in row.mca:
+    if row.mca.startswith("vision_model.") or (isinstance(row, Vocabulary) and "embedding" in row.mca):
         return int(chunk.embedding)
     return int(chunk.head)

@@ -23,6 +23,7 @@ from mca_lib.models.layout import ARGUMENTS, Layout
 from mca_lib.models.model_factory import VirtualModels
 from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
 from mca_lib.verification.difference import RankReport, Sums, difference
+from mca_lib.verification.images import image_index, images_of, positions_of
 from mca_lib.verification.reference import LOGITS_FILE, use_cores
 from mca_lib.verification.round_trip import compare_weights
 from mca_lib.verification.sample import Sample
@@ -83,7 +84,7 @@ def _compare(models: VirtualModels, work: Path, sample: Sample) -> tuple[Sums, S
     shift = parallel_state.get_data_parallel_rank()
     rows = [(row + shift) % len(ids_BS) for row in range(len(ids_BS))]
     held_H = _held_positions(models, ids_BS.shape[1])
-    logits_BHV = _forward(models, ids_BS[rows])
+    logits_BHV = _forward(models, sample, rows)
     if logits_BHV is None or parallel_state.get_tensor_model_parallel_rank() != 0:
         return Sums(), Sums()
     with safe_open(work / LOGITS_FILE, framework="pt") as file:
@@ -97,18 +98,29 @@ def _held_positions(models: VirtualModels, length: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def _forward(models: VirtualModels, ids_BS: torch.Tensor) -> torch.Tensor | None:
+def _forward(models: VirtualModels, sample: Sample, rows: list[int]) -> torch.Tensor | None:
     """fp32 logits [B, H, V] on the last pipeline stage, None on the others; each row is one micro batch."""
+    ids_BS = torch.tensor(sample.ids_BS)[rows]
     stages = models.config.pipeline_model_parallel_size
     micro_batches = -(-len(ids_BS) // stages) * stages  # an interleaved schedule takes whole rounds
     batch = {"ids": ids_BS, "positions": torch.arange(ids_BS.shape[1]).expand_as(ids_BS)}
+    if sample.grids:
+        batch["image_index"] = image_index(models.mca_config, ids_BS)
     batch = models.get_batch_on_this_cp_rank(batch)
     batches = [{k: v[i % len(ids_BS)][None] for k, v in batch.items()} for i in range(micro_batches)]
+    if sample.grids:
+        for i, own in enumerate(batches):
+            row = rows[i % len(rows)]
+            own["positions"] = torch.from_numpy(positions_of(models.mca_config, sample, row)).unsqueeze(1)
+            own["images"] = {
+                "images": images_of(models.mca_config, sample, row),
+                "image_index_BS": own["image_index"],
+            }
     kept: list[torch.Tensor] = []
 
     def step(batches: Iterator[dict[str, torch.Tensor]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         batch = next(batches)
-        output = model(batch["ids"], batch["positions"], None)
+        output = model(batch["ids"], batch["positions"], None, **batch.get("images", {}))
 
         def keep(output: torch.Tensor, non_loss_data: bool = False) -> torch.Tensor:
             kept.append(output.detach().float())

@@ -11,7 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from mca_lib.converter.parity import has_safetensors
+from mca_lib.models.config import McaModelConfig
 from mca_lib.verification.difference import difference
+from mca_lib.verification.images import images_of
 from mca_lib.verification.sample import Sample
 
 LOGITS_FILE = "reference.safetensors"
@@ -20,7 +22,7 @@ LOGITS_FILE = "reference.safetensors"
 
 def write_reference(directory: Path, work: Path, sample: Sample) -> float:
     """Write transformers' logits of the sample into `work`; returns the largest |logit|."""
-    rows = _logits(_load(directory), sample)
+    rows = _logits(directory, "eager", sample)
     save_file({f"row.{i}": row_SV for i, row_SV in enumerate(rows)}, work / LOGITS_FILE)
     return max(row_SV.abs().max().item() for row_SV in rows)
 
@@ -31,7 +33,7 @@ def own_difference(directory: Path, work: Path, sample: Sample) -> dict[str, Any
 
     from safetensors import safe_open
 
-    logits_BSV = torch.stack(_logits(_load(directory, "sdpa"), sample))
+    logits_BSV = torch.stack(_logits(directory, "sdpa", sample))
     with safe_open(work / LOGITS_FILE, framework="pt") as file:
         rows = (file.get_tensor(f"row.{i}") for i in range(len(sample.ids_BS)))
         everything, _ = difference(rows, logits_BSV, torch.tensor(sample.loss_BS))
@@ -55,10 +57,12 @@ def greedy(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[l
 
 
 def _load(directory: Path, attention: str = "eager") -> Any:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     use_cores()
-    return AutoModelForCausalLM.from_pretrained(
+    vision = McaModelConfig.from_pretrained(directory).vision is not None
+    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
+    return auto.from_pretrained(
         directory,
         dtype=torch.float32,
         attn_implementation=attention,
@@ -74,6 +78,24 @@ def use_cores() -> None:
     torch.set_num_threads(max(1, cores // int(os.environ["WORLD_SIZE"])))
 
 
-def _logits(model: Any, sample: Sample) -> list[torch.Tensor]:
+def _logits(directory: Path, attention: str, sample: Sample) -> list[torch.Tensor]:
+    model = _load(directory, attention)
+    config = McaModelConfig.from_pretrained(directory)
     with torch.no_grad():
-        return [model(torch.tensor([ids_S]), use_cache=False).logits[0].float() for ids_S in sample.ids_BS]
+        return [
+            model(torch.tensor([ids_S]), use_cache=False, **_images(config, sample, row)).logits[0].float()
+            for row, ids_S in enumerate(sample.ids_BS)
+        ]
+
+
+def _images(config: McaModelConfig, sample: Sample, row: int) -> dict[str, torch.Tensor]:
+    """Arguments of transformers' model for the images of a row."""
+    if not sample.grids or not sample.grids[row]:
+        return {}
+    images = images_of(config, sample, row)
+    ids_1S = torch.tensor([sample.ids_BS[row]])
+    return {
+        "pixel_values": torch.cat(list(images.pixels.values())),
+        "image_grid_thw": torch.tensor(images.grids),
+        "mm_token_type_ids": (ids_1S == config.vision.image_token_id).int(),
+    }

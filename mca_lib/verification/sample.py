@@ -12,6 +12,7 @@ from typing import Any
 
 from mca_lib.converter.sample_text import TEXT
 from mca_lib.errors import ConfigError, ModelError
+from mca_lib.models.vision.images import Grid
 from mca_lib.tokenizer import load_tokenizer
 
 ROWS, LENGTH = 4, 120
@@ -42,6 +43,8 @@ class Sample:
     """The logits at this position predict a token that carries loss."""
     loss_tokens: str
     """What the loss tokens are."""
+    grids: tuple[tuple[Grid, ...], ...] = ()
+    """Images of each row; empty for a model of text."""
 
     @property
     def tokens(self) -> int:

@@ -1,5 +1,6 @@
 """A tiny model of every family with every feature of its table on: what the families' cards are measured on."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,12 @@ def tiny_config(model_type: str) -> dict[str, Any]:
     """Fields of the transformers config. Raises ModelError for a family that has no row here."""
     if model_type not in TINY:
         raise ModelError(f"mca_lib/verification/tiny_configs.py: no tiny config for model type {model_type!r}; add one")
-    return {"model_type": model_type, **SHAPE, **TINY[model_type]}
+    own = TINY[model_type]
+    if "vision_config" in own:
+        shared = {name: SHAPE[name] for name in ("tie_word_embeddings",)}
+        text = {name: value for name, value in SHAPE.items() if name not in shared} | own["text_config"]
+        return {"model_type": model_type, **shared, **own, "text_config": text}
+    return {"model_type": model_type, **SHAPE, **own}
 
 
 def make_tiny(directory: Path, model_type: str, seed: int = 0) -> Path:
@@ -20,13 +26,14 @@ def make_tiny(directory: Path, model_type: str, seed: int = 0) -> Path:
     Every weight counts: biases and norms are not at their neutral initial values.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     from mca_lib.tiny_models import make_tokenizer
 
     values = tiny_config(model_type)
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
+    auto = AutoModelForImageTextToText if "vision_config" in values else AutoModelForCausalLM
+    model = auto.from_config(AutoConfig.for_model(values.pop("model_type"), **values))
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if name.endswith("bias"):
@@ -57,6 +64,7 @@ def _add_missing(directory: Path) -> None:
 
     config, path = McaModelConfig.from_pretrained(directory), directory / "model.safetensors"
     tensors = load_file(path)
+    config = replace(config, source_prefixes=family_of(config.model_type).prefixes_in(tensors))
     missing = {
         name: shape
         for entry in entries(config)

@@ -57,6 +57,9 @@ DELTA_NETS = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
 }
 
+IMAGE_TOKENS = {"image_token_id": 1024, "video_token_id": 1025}
+PATCHES = {"num_heads": 2, "patch_size": 4, "initializer_range": 0.2}
+
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"head_dim": 16, "attention_bias": True, "mlp_bias": True, "rope_parameters": LLAMA3_ROPE},
     "mistral": {"head_dim": 12, "sliding_window": 17, "rope_parameters": LINEAR_ROPE},
@@ -129,6 +132,42 @@ TINY: dict[str, dict[str, Any]] = {
         "rope_parameters": {
             "full_attention": LINEAR_ROPE,
             "sliding_attention": {"rope_type": "default", "rope_theta": 30.0},
+        },
+    },
+    "qwen2_vl": {
+        **IMAGE_TOKENS,
+        "text_config": {**WINDOW, "max_window_layers": 2, "rope_parameters": YARN_ROPE | {"mrope_section": [1, 2, 1]}},
+        "vision_config": {**PATCHES, "depth": 2, "embed_dim": 24, "mlp_ratio": 2, "hidden_size": 32},
+    },
+    "qwen2_5_vl": {
+        **IMAGE_TOKENS,
+        "tie_word_embeddings": True,
+        "text_config": {**WINDOW, "max_window_layers": 3, "rope_parameters": YARN_ROPE | {"mrope_section": [2, 1, 1]}},
+        "vision_config": {
+            **PATCHES,
+            "depth": 3,
+            "hidden_size": 24,
+            "intermediate_size": 36,
+            "out_hidden_size": 32,
+            "window_size": 16,
+            "fullatt_block_indexes": [1],
+        },
+    },
+    "qwen3_vl": {
+        **IMAGE_TOKENS,
+        "text_config": {
+            "head_dim": 12,
+            "attention_bias": True,
+            "rope_parameters": YARN_ROPE | {"mrope_section": [2, 2, 2], "mrope_interleaved": True},
+        },
+        "vision_config": {
+            **PATCHES,
+            "depth": 3,
+            "hidden_size": 24,
+            "intermediate_size": 36,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [0, 2],
         },
     },
     "olmo2": {"head_dim": 12, "attention_bias": True, "rope_parameters": LLAMA3_ROPE},

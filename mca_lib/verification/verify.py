@@ -23,6 +23,7 @@ from mca_lib.models.size import total
 from mca_lib.ranks import RankError, RankPool
 from mca_lib.verification.card import Card, Generations, LayoutResult, Sensitivity
 from mca_lib.verification.difference import Measured, Sums
+from mca_lib.verification.images import with_images
 from mca_lib.verification.layouts import STANDARD, layout_name, parse_layout, ranks_of, refusal, stand_in
 from mca_lib.verification.limits import Limits
 from mca_lib.verification.sample import Sample, require_tokenizer
@@ -75,6 +76,7 @@ def verify(task: Verification, pool: RankPool, tell: Tell = lambda text: None) -
     sample = on_one_rank(
         pool, _WORK + "sample:make_sample", directory, config.vocab_size, config.max_position_embeddings
     )
+    sample = with_images(sample, config)
     with tempfile.TemporaryDirectory(prefix="mcaflow-verify-") as folder:
         run = _Run(directory, Path(folder), config, sample, pool, tell)
         own, largest = run.reference()
@@ -210,15 +212,23 @@ def _changed_config(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     A model without a rope has other norms instead.
     """
     config = config_from_hf(hf)
+    if hf.get("text_config"):
+        told, text = _changed_rope(hf["text_config"])
+        return told, hf | {"text_config": text}
     if not config.rotary:
         return "the norms' epsilon twice as large", hf | {"layer_norm_epsilon": 2 * config.norm_epsilon}
+    return _changed_rope(hf)
+
+
+def _changed_rope(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     spelling = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
     given = hf.get(spelling) or {}
     base = given.get("rope_theta", hf.get("rope_theta")) or 10000.0
     scaled = given.get("rope_type", given.get("type")) not in (None, "default")
     base = base if scaled else base * 1.01
     changed = {k: v for k, v in hf.items() if k not in ("rope_scaling", "rope_parameters", "rope_theta")}
-    changed["rope_parameters"] = {"rope_type": "default", "rope_theta": base}
+    axes = {name: given[name] for name in ("mrope_section", "mrope_interleaved") if name in given}
+    changed["rope_parameters"] = {"rope_type": "default", "rope_theta": base, **axes}
     return "the rope scaling left out" if scaled else "the rope's base 1 % higher", changed
 
 

@@ -4,8 +4,8 @@ A family file holds data only. Adding a family is adding one file beside `llama.
 No torch here.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -137,6 +137,8 @@ class Family:
     copies: tuple[Copy, ...] = (TIED_HEAD,)
     ignored_weights: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
     """Tensors (regular expressions) that old checkpoints carry and that hold nothing learned."""
+    spellings: tuple[dict[str, str], ...] = ()
+    """Other names that sources give the weights: prefix of a name in the table → prefix there."""
     pattern: PatternRule | None = None
     """Of a Hugging Face model that is a hybrid itself; the tables have its kinds of layers, counted as there."""
 
@@ -260,7 +262,21 @@ class Family:
         """Rows of the weight table that this config has."""
         rows = self.weights if config.hybrid is None or self.hybrid else hybrid_rows(self.weights)
         rows = [row for row in rows if row.layers is None or attrgetter(row.layers)(config)]
-        return [row for row in rows if row.when is None or attrgetter(row.when)(config)]
+        rows = [row for row in rows if row.when is None or attrgetter(row.when)(config)]
+        return [self.respelled(row, config) for row in rows]
+
+    def respelled(self, row: Mapping, config: McaModelConfig) -> Mapping:
+        """A row with the names of the config's source."""
+        if not config.source_prefixes:
+            return row
+        return replace(row, hf=tuple(respelled(name, config.source_prefixes) for name in row.hf))
+
+    def prefixes_in(self, names: Collection[str]) -> dict[str, str]:
+        """The spelling, of those that the family knows, in which a source has these names."""
+        if any(name.startswith(prefix) for spelling in self.spellings for prefix in spelling for name in names):
+            return {}
+        found = (s for s in self.spellings if any(n.startswith(own) for own in s.values() for n in names))
+        return next(found, {})
 
     def copies_of(self, config: McaModelConfig) -> dict[str, str]:
         """Name of every tensor that a source of this config may store a second time → the tensor that it must equal."""
@@ -271,7 +287,15 @@ class Family:
             layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
             for name in [copy.hf.format(layer=i) for i in layers] if "{layer}" in copy.hf else [copy.hf]:
                 pairs[name] = pairs.get(copy.of, copy.of)
-        return pairs
+        return {respelled(n, config.source_prefixes): respelled(of, config.source_prefixes) for n, of in pairs.items()}
+
+
+def respelled(name: str, prefixes: dict[str, str]) -> str:
+    """A Hugging Face name with its prefix as in `McaModelConfig.source_prefixes`."""
+    for prefix, own in prefixes.items():
+        if name.startswith(prefix):
+            return own + name.removeprefix(prefix)
+    return name
 
 
 def _part(cls: type, values: dict[str, Any], name: str) -> Any:
