@@ -1,7 +1,8 @@
 """What can be known to fail is said before anything expensive starts, without torch and without Megatron.
 
-check_recipe     the recipe alone: store, template, files, a local model directory; milliseconds
-check_pending    what is to be computed: every row of the data for *dataset*, launcher and trackers for *train*
+check_recipe     the recipe alone: store, template, files, tasks, a local model directory; milliseconds
+check_pending    what is to be computed: every row of the data for *dataset*, launcher and trackers for *train*, data of
+                 tasks on a hub for *evaluate*
 check_model      the model's config.json and headers against the recipe; for a model of a hub right after the download
 check_space      room in the store for what the run is going to write
 """
@@ -30,7 +31,9 @@ from mca_lib.trainers.llama_factory import check_model as check_backend
 from mca_lib.trainers.tracking import tracker_problems
 from tasks.checkpoint_config import starting_model
 from tasks.convert import converted_bytes
+from tasks.evaluate import check_task_data, check_tasks
 from tasks.launchers.check import check_devices, check_launcher, check_secrets
+from tasks.promote import check_gate
 from tasks.push import push_problem
 from tasks.store import ArtifactStore
 from tasks.train import tracker_secrets, training_space
@@ -46,6 +49,7 @@ def check_recipe(config: PipelineConfig) -> None:
         remote.require_package()
     if config.promote.push_to is not None and (problem := push_problem(config.promote.push_to)):
         raise ConfigError(f"promote.push_to: {problem}")
+    check_gate(config.promote, check_tasks(config.eval))
     if config.dataset.template is not None:
         check_template(config.dataset.template)
     resolve_storage(config.dataset, config.training.stage, resolve_sources(config.dataset, config.training.stage))
@@ -69,6 +73,8 @@ def check_pending(config: PipelineConfig, again: Collection[str] = (), until: St
         check_secrets(config.launcher, tracker_secrets(config.training))
         for problem in tracker_problems(config.training.report_to):
             raise ConfigError(f"training.report_to: {problem}")
+    if "evaluate" in pending:
+        check_task_data(config.eval)
     if "dataset" in pending:
         check_executor(config.dataset.executor.kind)
         validate_sources(config.dataset, config.training.stage)

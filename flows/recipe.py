@@ -17,7 +17,7 @@ from mca_lib.models.hybrid.pattern import MAMBA
 from tasks.checkpoint_config import CheckpointConfig, checkpoint_problems
 from tasks.dataset import DatasetConfig
 from tasks.download import ModelConfig
-from tasks.evaluate import EvalConfig
+from tasks.evaluate import EvalConfig, eval_problems
 from tasks.export import ExportConfig
 from tasks.launchers.check import launcher_problems
 from tasks.promote import PromoteConfig, promotion_problems
@@ -114,7 +114,10 @@ def _contradictions(config: PipelineConfig) -> Iterator[str]:
             "have no adapters; use full, with training.freeze: [transformer] to train them alone"
         )
     held_out = bool(dataset.eval_files) or dataset.eval_fraction > 0
-    yield from promotion_problems(config.promote, pairs=training.stage == "dpo", held_out=held_out)
+    yield from eval_problems(config.eval)
+    yield from promotion_problems(
+        config.promote, pairs=training.stage == "dpo", held_out=held_out, tasks=bool(config.eval.tasks)
+    )
     if training.eval_steps and not held_out:
         yield "training.eval_steps: no rows are held out; set dataset.eval_fraction or dataset.eval_files, or use 0"
 

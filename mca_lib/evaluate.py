@@ -11,6 +11,10 @@ Where the data set holds pairs of answers, these are figures of the chosen ones,
     {"pairs": 46, "likelier": {"base": 0.5, "trained": 0.9}, "reward_accuracy": 0.95, "reward_margin": 4.1,
      "reward_margin_stderr": 0.3}        (mca_lib/evaluation/preference.py)
 
+With tasks of lm-evaluation-harness, `tasks` has what they measure (mca_lib/evaluation/harness.py):
+
+    {"arc_easy.acc": {"base": {"value": 0.25, "stderr": 0.01, "documents": 2376}, "trained": {...}}}
+
 Without held-out rows `documents` is 0, `note` says so, `models` and `difference` are empty, and samples come from
 `prompts` alone. A line of samples.jsonl: {"prompt": ..., "reference": ..., "answers": {"base": ..., "trained": ...}}.
 """
@@ -18,7 +22,7 @@ Without held-out rows `documents` is 0, `note` says so, `models` and `difference
 import gc
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +33,8 @@ from mca_lib.adapters.peft_files import is_adapter
 from mca_lib.converter.remote_files import admit_own_code
 from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import ModelError
+from mca_lib.evaluation.batch_size import fitting
+from mca_lib.evaluation.harness import Figures, TaskSpec, run_tasks, run_tasks_with_vllm
 from mca_lib.evaluation.preference import pair_figures
 from mca_lib.evaluation.report import markdown
 from mca_lib.evaluation.samples import Prompt, answer, held_out_prompts, recipe_prompts
@@ -59,10 +65,12 @@ class EvaluateSpec:
     num_samples: int
     """How many held-out prompts."""
     max_new_tokens: int
-    batch_size: int
-    """Documents per forward pass."""
+    batch_size: int | Literal["auto"]
+    """Documents per forward pass; auto: the most that fit."""
     output: str
     """Directory for metrics.json, samples.jsonl and report.md."""
+    tasks: dict[str, Any] | None = None
+    """Fields of `TaskSpec`: tasks of lm-evaluation-harness, if there are any."""
 
 
 def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, Any]:
@@ -82,21 +90,33 @@ def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, A
     else:
         prompts = held_out_prompts(documents[chosen], tokenizer, job.num_samples)
 
-    per_model = len(documents) + len(prompts)
-    scores: dict[str, Scores] = {}
-    answers: dict[str, list[str]] = {}
+    tasks = TaskSpec(**job.tasks) if job.tasks else None
+    per_model = len(documents) + len(prompts) + bool(tasks)
+    found: dict[str, _Found] = {}
     for index, (name, directory) in enumerate(job.models.items()):
 
         def report(done: int, *, before: int = index * per_model, name: str = name) -> None:
             progress(before + done, len(job.models) * per_model, model=name)
 
-        scores[name], answers[name] = _examine(name, directory, documents, prompts, tokenizer, job, report)
+        found[name] = _examine(name, directory, documents, prompts, tokenizer, job, tasks, report)
+        gc.collect()
+        if tasks and tasks.engine == "vllm":
+            figures = run_tasks_with_vllm(tasks, directory, job.tokenizer_dir, job.dtype)
+            found[name] = replace(found[name], tasks=figures)
 
+    scores = {name: each.scores for name, each in found.items()}
     metrics = _metrics({name: s.part(chosen) for name, s in scores.items()} if documents else {})
     if pairs and documents:
         metrics["preference"] = pair_figures(scores)
+    if tasks:
+        names = next(iter(found.values())).tasks
+        metrics["tasks"] = {each: {model: found[model].tasks[each] for model in found} for each in names}
     samples = [
-        {"prompt": prompt.text, "reference": prompt.reference, "answers": {name: answers[name][i] for name in answers}}
+        {
+            "prompt": prompt.text,
+            "reference": prompt.reference,
+            "answers": {name: found[name].answers[i] for name in found},
+        }
         for i, prompt in enumerate(prompts)
     ]
     _write(Path(job.output), metrics, samples)
@@ -168,6 +188,15 @@ def load_model(directory: str | Path, dtype: str, base: str | Path | None = None
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
+@dataclass(frozen=True)
+class _Found:
+    """What one model made of it all."""
+
+    scores: Scores
+    answers: list[str]
+    tasks: Figures
+
+
 def _examine(
     name: str,
     directory: str,
@@ -175,28 +204,32 @@ def _examine(
     prompts: list[Prompt],
     tokenizer: Any,
     job: EvaluateSpec,
+    tasks: TaskSpec | None,
     report: Callable[[int], None],
-) -> tuple[Scores, list[str]]:
-    """Scores and answers of one model, which is gone from memory afterwards."""
+) -> _Found:
+    """Scores, tasks and answers of one model, which is gone from memory afterwards."""
     model = load_model(directory, job.dtype, job.models.get("base"))
     grow_transformers(model, max(_rows(path) for path in job.models.values()))
+    # Without a GPU nothing says what fits before the machine swaps.
+    most = 64 if model.device.type == "cuda" else 8
+    figures: Figures = {}
     try:
         _check_vocabulary(model, documents, prompts)
-        scores = score(model, documents, job.batch_size, report)
+        scores = fitting(lambda size: score(model, documents, size, report), job.batch_size, most)
+        if tasks and tasks.engine == "transformers":
+            own = load_tokenizer(job.tokenizer_dir)  # lm-eval gives it a padding token
+            figures = fitting(lambda size: run_tasks(tasks, model, own, size), job.batch_size, most)
         answers = answer(
             model,
             tokenizer,
             prompts,
             max_new_tokens=job.max_new_tokens,
             stop_ids=read_stop_ids(job.token_store),
-            on_answered=lambda done: report(len(documents) + done),
+            on_answered=lambda done: report(len(documents) + bool(tasks) + done),
         )
     except ModelError as error:
         raise ModelError(f"{name} model {directory}: {error}") from error
-    finally:
-        del model
-        gc.collect()
-    return scores, answers
+    return _Found(scores, answers, figures)
 
 
 def _rows(directory: str) -> int:

@@ -16,7 +16,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
@@ -153,9 +152,13 @@ class DatasetStage(Stage):
         for source in sources:
             found = digests[source.split]
             label = f"{source.entry}/{source.path.name}" if source.entry else source.path.name
-            digest = _digest(source.path, store)
+            digest = store.statcache.digest(source.path)
             if source.format.layout == "indexed":
-                digest = {"path": str(source.path.resolve()), "bin": digest, "idx": _digest(source.index, store)}
+                digest = {
+                    "path": str(source.path.resolve()),
+                    "bin": digest,
+                    "idx": store.statcache.digest(source.index),
+                }
             found[f"{len(found) + 1} {label}"] = digest
         config = self.config.model_copy(update={"storage": storage})
         return dataclasses.replace(self, config=config, digests=digests)
@@ -238,14 +241,3 @@ def _describe_losses(stats: Mapping[str, Any]) -> str:
         return ""
     first = f"; first: {'; '.join(named)}" if named else ""
     return f"of {rows['read']} rows, {', '.join(parts)}{first}"
-
-
-def _digest(path: Path, store: ArtifactStore) -> str:
-    """Content digest of a data file; one that is as it was when it was last read is not read again."""
-    cache = store.statcache.folder(path.parent)
-    try:
-        _, digest, _ = cache.digest(path, path.name)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    cache.save()
-    return digest

@@ -5,8 +5,9 @@ That takes a while, so it happens without the lock of the name; under the lock t
 the comparison starts over. So of two runs at once, the later one is compared with what the earlier one has promoted.
 """
 
+import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -60,12 +61,16 @@ class Verdict:
         return f"{name} is {now.stage}/{now.key[:12]}{was}"
 
 
-def promotion_problems(config: PromoteConfig, *, pairs: bool, held_out: bool) -> Iterator[str]:
-    """What is wrong with the section, as `field: what is wrong and what to do`."""
+def promotion_problems(config: PromoteConfig, *, pairs: bool, held_out: bool, tasks: bool = False) -> Iterator[str]:
+    """What is wrong with the section, as `field: what is wrong and what to do`.
+
+    Args:
+        pairs: the rows are pairs of answers.
+        held_out: some of them are held out.
+        tasks: lm-eval's are measured; what they measure is checked against their files (`check_gate`).
+    """
     if config.gate and config.model is None:
         yield "promote.gate: conditions for no promotion; name the model in promote.model"
-    if config.gate and not held_out:
-        yield "promote.gate: no rows are held out to measure; set dataset.eval_fraction or dataset.eval_files"
     if config.push_to is not None and config.model is None:
         yield "promote.push_to: only what is promoted is pushed; name the model in promote.model"
     known = MEASURES + (PREFERENCES if pairs else ())
@@ -75,16 +80,30 @@ def promotion_problems(config: PromoteConfig, *, pairs: bool, held_out: bool) ->
         except ConfigError as error:
             yield f"promote.{error}"
             continue
+        if tasks and "." in condition.metric:
+            continue
         if condition.metric not in known:
             yield f"promote.gate: {text!r}: {condition.metric} is not measured; measures are {', '.join(known)}"
+        elif not held_out:
+            yield f"promote.gate: {text!r}: no rows are held out; set dataset.eval_fraction or dataset.eval_files"
         elif condition.metric.startswith("reward_") and "base" in condition.needs:
             yield f"promote.gate: {text!r}: rewards are counted from the base model, which has none; use a number"
 
 
+def check_gate(config: PromoteConfig, measured: Collection[str]) -> None:
+    """Raises ConfigError for a condition on what no task measures; `measured` is what they do."""
+    for text in config.gate:
+        metric = parse_condition(text).metric
+        if "." in metric and metric not in measured:
+            near = difflib.get_close_matches(metric, measured, n=8, cutoff=0.0)
+            raise ConfigError(f"promote.gate: {text!r}: no task measures {metric}; measured: {', '.join(sorted(near))}")
+
+
 def measures(metrics: Mapping[str, Any], model: str) -> dict[str, float]:
     """Figures of `base` or `trained` in a metrics.json, by the names that conditions use."""
+    tasks = {name: figures[model]["value"] for name, figures in metrics.get("tasks", {}).items()}
     if not metrics["documents"]:
-        return {}
+        return tasks
     figures = metrics["models"][model]
     perplexity = figures["perplexity"]
     found = {
@@ -96,7 +115,7 @@ def measures(metrics: Mapping[str, Any], model: str) -> dict[str, float]:
         found["chosen_likelier"] = preference["likelier"][model]
         if model == "trained":
             found |= {name: preference[name] for name in ("reward_accuracy", "reward_margin")}
-    return found
+    return found | tasks
 
 
 def require_model(store: ArtifactStore, artifact: Artifact) -> None:

@@ -18,6 +18,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mca_lib.errors import DataError
 from tasks.canonical import blake3_hex, canonical_json
 from tasks.digests import digest_file
 
@@ -102,6 +103,19 @@ class StatCache:
         name = blake3_hex(canonical_json([socket.gethostname(), os.path.realpath(path)]), 16)
         file = self.root / f"{name}.json"
         return FolderCache(file, _load(file))
+
+    def digest(self, path: Path) -> str:
+        """BLAKE3 of a data file of the user; one that is as it was when it was last read is not read again.
+
+        Raises DataError when it cannot be read.
+        """
+        cache = self.folder(path.parent)
+        try:
+            _, digest, _ = cache.digest(path, path.name)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        cache.save()
+        return digest
 
 
 def _load(file: Path) -> dict[str, list]:

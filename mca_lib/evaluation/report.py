@@ -17,8 +17,8 @@ def markdown(metrics: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -
 
 def comparison(metrics: Mapping[str, Any]) -> list[list[str]]:
     """The models side by side: a heading, then one row per measure; the heading alone when nothing was measured."""
-    models, change = metrics["models"], metrics["difference"]
-    rows = [["measure", *models]]
+    models, change, tasks = metrics["models"], metrics["difference"], metrics.get("tasks", {})
+    rows = [["measure", *(models or next(iter(tasks.values()), {}))]]
     if metrics["documents"]:
         rows += [
             ["held-out loss", *(f"{m['loss']:.4f}" for m in models.values())],
@@ -28,14 +28,20 @@ def comparison(metrics: Mapping[str, Any]) -> list[list[str]]:
     if change:
         for row, cell in zip(rows, ["change", *_changes(change)], strict=True):
             row.append(cell)
-    return [*rows, *_preference(metrics)]
+    elif tasks:
+        rows[0].append("change")
+    return [*rows, *_preference(metrics), *(_task(name, figures) for name, figures in tasks.items())]
 
 
 def with_production(metrics: Mapping[str, Any], production: Mapping[str, Any]) -> dict[str, Any]:
     """`metrics` with a column for the model in production, which `production` measured as its `trained`."""
+    merged = dict(metrics)
+    if "tasks" in metrics:
+        theirs = production["tasks"]
+        merged["tasks"] = {name: _between(found, theirs[name]["trained"]) for name, found in metrics["tasks"].items()}
     if not metrics["documents"]:
-        return dict(metrics)
-    merged = {**metrics, "models": _between(metrics["models"], production["models"]["trained"])}
+        return merged
+    merged["models"] = _between(metrics["models"], production["models"]["trained"])
     if "preference" in metrics:
         ours, theirs = metrics["preference"], production["preference"]
         likelier = _between(ours["likelier"], theirs["likelier"]["trained"])
@@ -63,6 +69,16 @@ def _preference(metrics: Mapping[str, Any]) -> list[list[str]]:
     ]
 
 
+def _task(name: str, figures: Mapping[str, Any]) -> list[str]:
+    """A measure of lm-eval. The models answer the same questions, so the errors are no measure of the change."""
+    cells = [
+        f"{each['value']:.4f}" + ("" if each["stderr"] is None else f" ± {each['stderr']:.4f}")
+        for each in figures.values()
+    ]
+    values = [each["value"] for each in figures.values()]
+    return [name, *cells, f"{values[-1] - values[0]:+.4f}".replace("-", MINUS)]
+
+
 def _margin(figures: Mapping[str, Any]) -> str:
     stderr = figures["reward_margin_stderr"]
     margin = f"{figures['reward_margin']:+.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
@@ -79,15 +95,18 @@ def note(metrics: Mapping[str, Any]) -> str:
 
 
 def _figures(metrics: Mapping[str, Any]) -> list[str]:
-    if not metrics["documents"]:
-        return [f"{metrics['note'].capitalize()}: loss and accuracy were not measured."]
+    unmeasured = (
+        [] if metrics["documents"] else [f"{metrics['note'].capitalize()}: loss and accuracy were not measured."]
+    )
     heading, *rows = comparison(metrics)
+    if not rows:
+        return unmeasured
     rule = ["---", *("---:" for _ in heading[1:])]
     table = "\n".join(f"| {' | '.join(row)} |" for row in (heading, rule, *rows))
     difference = metrics["difference"]
     has_error = difference and difference["loss_stderr"] is not None
     paired = " ± is one standard error of the paired differences." if has_error else ""
-    return [table, f"{note(metrics)}.{paired}"]
+    return [table, *(unmeasured or [f"{note(metrics)}.{paired}"])]
 
 
 def _perplexity(value: float | None) -> str:

@@ -110,7 +110,7 @@ def answer(
     from transformers import GenerationConfig
 
     room = getattr(model.config, "max_position_embeddings", None)
-    stop_ids = sorted({*stop_ids, *_end_of_text_ids(model, tokenizer)})
+    stop_ids = sorted({*stop_ids, *end_of_text_ids(model, tokenizer)})
     answers = []
     for index, prompt in enumerate(prompts):
         length = len(prompt.token_ids)
@@ -140,7 +140,7 @@ def answer(
     return answers
 
 
-def _end_of_text_ids(model: Any, tokenizer: Any) -> set[int]:
+def end_of_text_ids(model: Any, tokenizer: Any) -> set[int]:
     """Of the model and of the tokenizer: a base model's and its chat template's may differ."""
     published = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = published if isinstance(published, list) else [published]

@@ -1,6 +1,7 @@
 """The evaluate stage on a real store, with real models and the real job."""
 
 import json
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -8,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from mca_lib.data.token_store import TokenStoreWriter
+from mca_lib.errors import ConfigError
 from mca_lib.tiny_models import make_tiny_model, make_tokenizer
 from tasks.canonical import JSON
 from tasks.contract import Produced, Stage, StageContext
@@ -15,6 +17,7 @@ from tasks.download import DownloadStage, ModelConfig
 from tasks.evaluate import EvalConfig, EvaluateStage
 from tasks.stage import Hit, Miss, ensure, probe
 from tasks.store import Artifact, ArtifactStore
+from tests.mca_lib.evaluation.tiny_tasks import ROWS, write_tasks
 
 pytestmark = pytest.mark.usefixtures("forked_jobs")
 QUESTION, ANSWER = "Count from one to three.", "One, two, three."
@@ -96,6 +99,12 @@ def test_batch_size_is_execution(store, stage, evaluated):
     assert isinstance(probe(store, replace(stage, config=stage.config.model_copy(update={"batch_size": 9}))), Hit)
 
 
+def test_without_tasks_the_key_says_nothing_of_them(stage):
+    """Evaluations of a release that knew no tasks are served."""
+    fields = {"max_rows": None, "dtype": "float32", "prompts": [], "num_samples": 1, "max_new_tokens": 4}
+    assert stage.identity() == fields
+
+
 def test_other_settings_are_identity(store, stage, evaluated):
     missed = probe(store, replace(stage, config=stage.config.model_copy(update={"max_new_tokens": 5})))
     assert isinstance(missed, Miss)
@@ -119,3 +128,42 @@ def test_without_held_out_rows_the_artifact_says_so(store, stage):
     artifact = _artifact(store, unmeasured)
     assert artifact.stats["note"] == "no held-out rows"
     assert "No held-out rows" in (Path(artifact.path) / "report.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def with_tasks(stage, tmp_path_factory) -> EvaluateStage:
+    folder = write_tasks(tmp_path_factory.mktemp("tasks") / "tasks")
+    changed = {"tasks": ["choices"], "task_path": str(folder), "num_samples": 0, "batch_size": "auto"}
+    return replace(stage, config=stage.config.model_copy(update=changed))
+
+
+def test_tasks_are_in_figures_report_and_stats(store, with_tasks):
+    artifact = _artifact(store, with_tasks)
+    measured = json.loads((artifact.path / "metrics.json").read_text())["tasks"]
+    assert measured == artifact.stats["tasks"]
+    assert list(measured) == ["choices.acc", "choices.acc_norm"]
+    assert measured["choices.acc"]["base"]["documents"] == measured["choices.acc"]["trained"]["documents"] == len(ROWS)
+    row = next(line for line in (artifact.path / "report.md").read_text().splitlines() if "| choices.acc |" in line)
+    assert row.count("±") == 2
+    assert isinstance(probe(store, with_tasks), Hit)
+
+
+def test_the_content_of_task_files_is_identity_and_where_they_lie_is_not(store, with_tasks, tmp_path):
+    _artifact(store, with_tasks)
+    folder = tmp_path / "moved"
+    shutil.copytree(with_tasks.config.task_path, folder)
+    (folder / "__pycache__").mkdir()
+    (folder / "__pycache__" / "utils.pyc").write_text("")
+    moved = replace(with_tasks, config=with_tasks.config.model_copy(update={"task_path": str(folder)}))
+    assert isinstance(probe(store, moved), Hit)
+    rows = folder / "data" / "rows.jsonl"
+    rows.write_text(rows.read_text().replace("ten", "six"))
+    missed = probe(store, moved)
+    assert isinstance(missed, Miss)
+    assert [change.field for change in missed.changed] == ["identity.task_files.data/rows.jsonl"]
+
+
+def test_what_cannot_be_run_is_said_before_it_is(store, with_tasks):
+    unknown = replace(with_tasks, config=with_tasks.config.model_copy(update={"tasks": ["absent"]}))
+    with pytest.raises(ConfigError, match=r"^eval\.tasks: 'absent' is no task"):
+        probe(store, unknown)

@@ -10,7 +10,7 @@ import pytest
 from mca_lib.errors import ConfigError, ModelError
 from tasks.aliases import Aliases
 from tasks.evaluate import EvalConfig, EvaluateStage
-from tasks.promote import PromoteConfig, Verdict, promote, promotion_problems
+from tasks.promote import PromoteConfig, Verdict, check_gate, promote, promotion_problems
 from tasks.stage import ensure
 from tasks.store import ArtifactStore
 from tests.tasks.toys import Exported, Letter
@@ -127,3 +127,31 @@ def test_a_gate_that_could_not_be_decided_is_found_in_the_recipe(gate: list[str]
     (problem,) = promotion_problems(config, **{"pairs": False, "held_out": True} | facts)
     assert problem.startswith("promote.gate: ")
     assert said in problem
+
+
+def test_a_gate_knows_what_tasks_measure() -> None:
+    config = PromoteConfig(model="chat", gate=["arc_easy.acc >= production - 0.01"])
+    assert not list(promotion_problems(config, pairs=False, held_out=False, tasks=True)), "no held-out rows are needed"
+    (problem,) = promotion_problems(config, pairs=False, held_out=True)
+    assert "arc_easy.acc is not measured" in problem
+    check_gate(config, {"arc_easy.acc"})
+    with pytest.raises(ConfigError, match=r"no task measures arc_easy\.acc; measured: arc_easy\.acc_norm$"):
+        check_gate(config, {"arc_easy.acc_norm"})
+
+
+def test_a_task_decides_without_held_out_rows(store: ArtifactStore) -> None:
+    config = PromoteConfig(model="chat", gate=["arc.acc > base", "arc.acc > production"])
+
+    def score(text: str) -> dict[str, Any]:
+        figures = {"base": {"value": 0.25}, "trained": {"value": float(text)}}
+        return {"documents": 0, "models": {}, "tasks": {"arc.acc": figures}}
+
+    def promoted(text: str) -> Verdict:
+        letter, exported = ensure(store, Letter("a")).artifact, ensure(store, Exported(text)).artifact
+        stage = EvaluateStage(letter, exported, letter, EvalConfig())
+        holder = lambda stage: score((stage.trained.path / "config.json").read_text())  # noqa: E731
+        return promote(store, config, stage, score(text), holder, text)
+
+    assert promoted("0.5").decision.promoted is not None
+    assert "arc.acc > production: arc.acc is 0.4, and it must be > 0.5" in promoted("0.4").message
+    assert "arc.acc > base" in promoted("0.2").message

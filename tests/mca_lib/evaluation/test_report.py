@@ -78,3 +78,22 @@ def test_the_model_in_production_has_a_column_between_the_others():
     assert loss[1:4] == ["6.8800", "2.5000", "0.0414"]
     assert likelier == ["chosen answer likelier", "50.0%", "75.0%", "100.0%", "+50.0 points"]
     assert accuracy == ["reward accuracy", "", "25.0%", "50.0%", ""]
+
+
+def test_tasks_have_rows_with_their_errors():
+    figures = {"base": {"value": 0.25, "stderr": 0.01}, "trained": {"value": 0.2, "stderr": None}}
+    ours = METRICS | {"tasks": {"arc.acc": figures}}
+    assert comparison(ours)[-1] == ["arc.acc", "0.2500 ± 0.0100", "0.2000", "−0.0500"]
+    theirs = METRICS | {"tasks": {"arc.acc": figures | {"trained": {"value": 0.375, "stderr": 0.125}}}}
+    assert comparison(with_production(ours, theirs))[-1] == [
+        "arc.acc", "0.2500 ± 0.0100", "0.3750 ± 0.1250", "0.2000", "−0.0500",
+    ]  # fmt: skip
+
+
+def test_tasks_need_no_held_out_rows():
+    figures = {"base": {"value": 0.25, "stderr": None}, "trained": {"value": 0.5, "stderr": None}}
+    nothing = {"documents": 0, "tokens": 0, "note": "no held-out rows", "models": {}, "difference": {}}
+    report = markdown(nothing | {"tasks": {"arc.acc": figures}}, [])
+    assert "| measure | base | trained | change |\n" in report
+    assert "| arc.acc | 0.2500 | 0.5000 | +0.2500 |\n" in report
+    assert "No held-out rows" in report
