@@ -4,6 +4,8 @@ Prefect calls these hooks by keyword; those of a run that crashed or was cancell
 process than the run's, so they ask the server for everything.
 """
 
+import re
+import textwrap
 from collections.abc import Iterator
 
 from prefect import Flow
@@ -20,6 +22,7 @@ from prefect.client.schemas.filters import (
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.client.schemas.sorting import LogSort, TaskRunSort
+from prefect.logging.handlers import APILogHandler
 
 from tasks.process import kill_tagged, redact
 
@@ -27,11 +30,15 @@ RUN_ID = "PREFECT__FLOW_RUN_ID"
 """Set by workers for the process of a run, and inherited by all that it starts."""
 
 _LINES = 20
+_WIDTH = 100
+_WORKER = "prefect.flow_runs.worker"
+_OF_PREFECT = re.compile(r"^(Task|Flow) run encountered an exception:? ")
 _STOPPED = [StateType.FAILED, StateType.CRASHED, StateType.CANCELLED]
 
 
 def on_failure(flow: Flow, flow_run: FlowRun, state: State) -> None:
-    """The run failed: say why and how it goes on. Called in the run's own process."""
+    """The run failed: say why and how it goes on. Called in its own process, which still holds its last lines."""
+    APILogHandler().flush()
     leave_page(flow_run, state)
 
 
@@ -78,16 +85,20 @@ def _page(client: SyncPrefectClient, flow_run: FlowRun, state: State) -> Iterato
     if stopped:
         yield f"Stage: {', '.join(f'**{task.name}** ({task.state_name})' for task in stopped)}"
     messages = [task.state.message for task in stopped if task.state] or [state.message]
-    yield from (_block(message) for message in messages if message)
-    lines = _log_lines(client, flow_run)
+    reasons = [_OF_PREFECT.sub("", message) for message in messages if message]
+    yield from map(_block, reasons)
+    lines = _log_lines(client, flow_run, reasons)
     if lines:
         yield f"The last lines of the log:\n\n{_block(chr(10).join(lines))}"
     yield f"To go on from what is finished:\n\n{_block(again(flow_run))}"
 
 
 def _block(text: str) -> str:
-    """Literal text; indented, for it may itself have fences."""
-    return "\n".join(f"    {line}" for line in text.splitlines())
+    """Literal text; indented, for it may itself have fences. Wrapped, for the page cuts long lines off."""
+    wrapped = (
+        textwrap.wrap(line, _WIDTH, break_long_words=False, break_on_hyphens=False) for line in text.splitlines()
+    )
+    return "\n".join(f"    {part}" for parts in wrapped for part in parts or [""])
 
 
 def _stopped_tasks(client: SyncPrefectClient, flow_run: FlowRun) -> list[TaskRun]:
@@ -100,8 +111,11 @@ def _stopped_tasks(client: SyncPrefectClient, flow_run: FlowRun) -> list[TaskRun
     return [task for task in reversed(found) if task.flow_run_run_count == flow_run.run_count]
 
 
-def _log_lines(client: SyncPrefectClient, flow_run: FlowRun) -> list[str]:
+def _log_lines(client: SyncPrefectClient, flow_run: FlowRun, reasons: list[str]) -> list[str]:
+    """The last lines of the run itself that do not repeat a reason."""
     logs = client.read_logs(
         LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run.id])), limit=_LINES, sort=LogSort.TIMESTAMP_DESC
     )
-    return [line for log in reversed(logs) for line in f"{log.timestamp:%H:%M:%S} {log.message}".splitlines()][-_LINES:]
+    known = {form for reason in reasons for form in (reason, repr(reason)[1:-1])}
+    ours = [log for log in reversed(logs) if log.name != _WORKER and not any(form in log.message for form in known)]
+    return [line for log in ours for line in f"{log.timestamp:%H:%M:%S} {log.message}".splitlines()][-_LINES:]

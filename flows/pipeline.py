@@ -22,6 +22,7 @@ from flows.recipe import PipelineConfig
 from flows.report import evaluation_metrics, publish_report
 from flows.reporting import StageReporter
 from flows.result import PipelineResult, describe
+from flows.stage_states import EXPECTED, failed, name_task
 from tasks import promote as promotion
 from tasks.cancel import scope
 from tasks.ledger import Run, recorded
@@ -40,7 +41,7 @@ def _run_name() -> str:
 @flow(name="mcaflow", flow_run_name=_run_name, persist_result=False, **hooks.HOOKS)
 def pipeline(
     config: PipelineConfig, refresh: list[StageName] | None = None, until: StageName | None = None
-) -> PipelineResult:
+) -> PipelineResult | State:
     """Download, tokenize, convert or translate, train, export, evaluate; what the store has is not computed again.
 
     The result is promoted last, where the recipe asks for it.
@@ -53,9 +54,11 @@ def pipeline(
     """
     try:
         return _run(config, refresh or (), until)
-    except BaseException:
+    except BaseException as error:
         # Cancelled, interrupted or failed: stages in threads cannot see a signal, so their children are ended here.
         terminate_all()
+        if isinstance(error, EXPECTED):
+            return failed(error)
         raise
 
 
@@ -113,10 +116,13 @@ def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh
         outcome = ensure(store, built, refresh=refresh, reporter=reporter, run=run, occupy=occupy)
     except BaseException as error:
         reporter.failed(error)
+        if isinstance(error, EXPECTED):
+            return failed(error, stage)
         raise
+    name_task(stage, outcome.artifact)
     note = describe(outcome)
     reporter.finished(note)
-    return Completed(name="Cached" if outcome.cached else "Completed", message=note, data=outcome)
+    return Completed(name="Cached" if outcome.cached else "Completed", message=" ".join(note.split()), data=outcome)
 
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
@@ -138,6 +144,8 @@ def promote(config: PipelineConfig, artifacts: Artifacts, run: Run) -> State[Ver
             reporter.info(f"pushed to {target}" if pushed else f"not pushed: {verdict.model} has a newer holder")
     except BaseException as error:
         reporter.failed(error)
+        if isinstance(error, EXPECTED):
+            return failed(error, "promote")
         raise
     reporter.finished(verdict.message)
     return Completed(

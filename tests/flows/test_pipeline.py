@@ -1,6 +1,7 @@
 """The flow on a real Prefect server: stages come from the store, on a rerun, on a retry and after damage."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def task_states(state: State) -> dict[str, str]:
         run_filter = FlowRunFilter(id=FlowRunFilterId(any_=[state.state_details.flow_run_id]))
         tasks = client.read_task_runs(flow_run_filter=run_filter, limit=100)
     latest = sorted(tasks, key=lambda task: task.flow_run_run_count)
-    return {task.name.partition("-")[0]: task.state.name for task in latest}
+    return {re.split("[ -]", task.name)[0]: task.state.name for task in latest}
 
 
 def computed(result: PipelineResult) -> set[str]:
