@@ -12,6 +12,7 @@ from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families import (
     deepseek_v3,
     gemma3_text,
+    glm4_moe,
     llama,
     mcaflow_hybrid,
     mistral,
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
     for m in (
         deepseek_v3,
         gemma3_text,
+        glm4_moe,
         llama,
         mistral,
         mixtral,

@@ -140,6 +140,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **QWEN_EXPERTS,
     },
     "deepseek-mtp": {**DEEPSEEK, "num_mtp_layers": 2},
+    "glm4-moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 4,
+        "n_group": 4,
+        "topk_group": 2,
+        "moe_intermediate_size": 16,
+        "num_mtp_layers": 1,
+        "rope_parameters": {**YARN_ROPE, "partial_rotary_factor": 0.5},
+    },
     "deepseek-yarn": {
         **DEEPSEEK,
         "q_lora_rank": None,
@@ -151,7 +164,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Name → differences from `SIZES`."""
 
-WITH_EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "deepseek-mtp", "deepseek-yarn"]
+WITH_EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "deepseek-mtp", "deepseek-yarn", "glm4-moe"]
 """Variants with a mixture of experts."""
 
 

@@ -55,19 +55,26 @@ MTP = (
 )
 # fmt: on
 
+COPIES = (
+    TIED_HEAD,
+    Copy(_HF + "embed_tokens.weight", of="model.embed_tokens.weight"),
+    Copy(_HF + "shared_head.head.weight", of="lm_head.weight"),
+)
+
 
 def in_mtp(row: Mapping) -> Mapping:
     """The row of a layer, for the layer within a multi-token prediction layer."""
     return replace(row, mca=row.mca.replace(_MCA, _MTP + "transformer_layer."), layers=None)
 
 
-def _given(hf: HfConfig, name: str, default: int) -> int:
+def given(hf: HfConfig, name: str, default: int) -> int:
+    """A field of the config, and what stands for its absence or null."""
     return default if hf.get(name) is None else hf[name]
 
 
 def shared_size(hf: HfConfig) -> int | None:
     """The shared experts are one MLP that is as wide as all of them."""
-    return _given(hf, "n_shared_experts", 1) * hf["moe_intermediate_size"] or None
+    return given(hf, "n_shared_experts", 1) * hf["moe_intermediate_size"] or None
 
 
 FAMILY = Family(
@@ -110,12 +117,8 @@ FAMILY = Family(
     ),
     fixed={"moe.score_function": "sigmoid", "moe.expert_bias": True},
     derived={
-        "moe.layers": lambda hf: tuple(range(_given(hf, "first_k_dense_replace", 3), hf["num_hidden_layers"])),
+        "moe.layers": lambda hf: tuple(range(given(hf, "first_k_dense_replace", 3), hf["num_hidden_layers"])),
         "moe.shared_ffn_hidden_size": shared_size,
     },
-    copies=(
-        TIED_HEAD,
-        Copy(_HF + "embed_tokens.weight", of="model.embed_tokens.weight"),
-        Copy(_HF + "shared_head.head.weight", of="lm_head.weight"),
-    ),
+    copies=COPIES,
 )

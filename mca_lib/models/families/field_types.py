@@ -25,7 +25,10 @@ _COUNTS = (
     *("num_experts", "num_local_experts", "first_k_dense_replace"),
     *("num_nextn_predict_layers", "num_mtp_layers"),
 )
-_FLAGS = ("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_cache")
+_FLAGS = (
+    *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qk_norm"),
+    "use_cache",
+)
 _DROPOUTS = ("attention_dropout", "residual_dropout", "resid_pdrop")
 _ROPES = ("rope_parameters", "rope_scaling")
 _ROPE_NUMBERS = (
@@ -93,6 +96,7 @@ FIELD_TYPES: dict[str, Kind] = {
     **dict.fromkeys(_ROPES, _OBJECT),
     **dict.fromkeys(("rope_theta", "rope_local_base_freq"), _POSITIVE),
     **dict.fromkeys(("query_pre_attn_scalar", "sliding_window_pattern"), _SIZE),
+    "partial_rotary_factor": _POSITIVE,
     "original_max_position_embeddings": _SIZE,
     "sliding_window": Kind("a number of tokens", lambda v: _whole(v) and v >= 0),
     "use_sliding_window": Kind("true or false", lambda v: isinstance(v, bool)),
@@ -113,7 +117,7 @@ FIELD_TYPES: dict[str, Kind] = {
 }
 
 ROPE_TYPES: dict[str, Kind] = {
-    **dict.fromkeys(_ROPE_NUMBERS, _POSITIVE),
+    **dict.fromkeys((*_ROPE_NUMBERS, "partial_rotary_factor"), _POSITIVE),
     **dict.fromkeys(("mscale", "mscale_all_dim"), Kind("a number, 0 or greater", lambda v: _number(v) and v >= 0)),
     **dict.fromkeys(("rope_type", "type"), Kind("a text", lambda v: isinstance(v, str))),
     # null is false to transformers, where absent is true.

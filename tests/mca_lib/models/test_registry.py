@@ -30,6 +30,7 @@ BASES["mixtral"] |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 BASES["qwen2_moe"] |= {"num_experts": 4, **_EXPERTS}
 BASES["qwen3_moe"] |= {"num_experts": 4, **_EXPERTS}
 BASES["deepseek_v3"] |= {"n_routed_experts": 16, "n_group": 8, "topk_group": 1, "num_key_value_heads": 6, **_EXPERTS}
+BASES["glm4_moe"] |= {"n_routed_experts": 8, **_EXPERTS}
 BASES["nemotron_h"] |= {"layers_block_type": ["mamba", "mlp", "attention", "moe", "linear_attention", "full_attention"]}
 
 REFUSED = {
@@ -94,6 +95,7 @@ def test_field_that_is_not_carried_over_is_refused_by_name(model_type: str, fiel
 NULL_IS_FALSE = [
     *((name, "is_causal") for name in FAMILIES),
     *(("deepseek_v3", field) for field in ("norm_topk_prob", "rope_interleave")),
+    ("glm4_moe", "norm_topk_prob"),
 ]
 """Fields whose null transformers takes for false, where an absent one is true."""
 

@@ -1,5 +1,6 @@
 """Ropes of a config.json: every spelling is read as transformers reads it, and every field written back."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -87,7 +88,7 @@ def test_rope_survives_mca_config() -> None:
 def test_absent_base_is_transformers_default(model_type: str, spelling: dict[str, Any]) -> None:
     from transformers import AutoConfig
 
-    hf = {**BASES[model_type], **spelling}
+    hf = {**BASES[model_type], **deepcopy(spelling)}  # transformers writes into it
     expected = AutoConfig.for_model(**hf).rope_parameters["rope_theta"]
     assert config_from_hf(hf).rotary_base == expected
 

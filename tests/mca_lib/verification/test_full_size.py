@@ -18,6 +18,7 @@ PUBLISHED = {
     "Qwen2.5-72B": (72.7, 72.7),
     "Mixtral-8x22B": (141, 39),
     "Qwen3-235B-A22B": (235, 22),
+    "GLM-4.5": (355, 32 + 1.6),  # the card counts no embedding and output layer
     "DeepSeek-V3": (671, 37),
     "Seed-OSS-36B": (36, 36),
 }
