@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from mca_lib.adapters.lora import LoraLinear, LoraPair
 from mca_lib.adapters.peft_files import peft_name
 from mca_lib.adapters.settings import check_lora_config, scaling, targets_of
-from mca_lib.adapters.targets import WEIGHT, linear_layers, target_names
+from mca_lib.adapters.targets import WEIGHT, check_split, linear_layers, target_names
 from mca_lib.errors import ConfigError
 from mca_lib.models.freeze import let_gradients_through
 from mca_lib.models.naming import EXPERT, checkpoint_parameters
@@ -95,6 +95,7 @@ def apply_megatron_lora(models: "VirtualModels", lora: "LoraConfig", seed: int =
     if models.lora_config is not None:
         raise RuntimeError("the model has adapters already")
     names = target_names(models.mca_config, targets_of(lora))
+    check_split(models.mca_config, names, models.config.tensor_model_parallel_size)
     entries = {entry.mca: entry for entry in linear_layers(models.mca_config)}
     for model in models:
         model.requires_grad_(False)

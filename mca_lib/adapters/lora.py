@@ -41,7 +41,7 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 
-from mca_lib.adapters.targets import modules
+from mca_lib.adapters.targets import consecutive, modules
 from mca_lib.converter.mapping import Segment
 from mca_lib.converter.mappings import Row
 from mca_lib.converter.plan import Entry
@@ -124,8 +124,9 @@ class LoraLinear(torch.nn.Module):
         for source, name in enumerate(modules(entry)):
             if name in names:
                 pair_of[source] = len(self.pairs)
-                mine = [s for s in segments if s.source == source]
-                share = (mine[0].start, mine[-1].stop) if mine else (0, 0)
+                share = consecutive([s for s in segments if s.source == source])
+                if share is None:
+                    raise RuntimeError(f"{name}: rows in several pieces; check_split should have refused this")
                 rows, columns = ((0, shapes[source][0]), share) if self.is_row else (share, (0, shapes[source][1]))
                 self.pairs.append(LoraPair(name, shapes[source], rows, columns, r, seed))
         self._blocks = [(pair_of.get(s.source), s) for s in segments]
@@ -202,4 +203,8 @@ class LoraLinear(torch.nn.Module):
 def _normalized(layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     """What the layer's matrix is multiplied with: Transformer Engine's fused layer applies a norm first."""
     weight = getattr(layer, "layer_norm_weight", None)
-    return x if weight is None else F.rms_norm(x, weight.shape, weight, layer.eps)
+    if weight is None:
+        return x
+    if getattr(layer, "zero_centered_gamma", False):
+        weight = (1 + weight.float()).type_as(weight)
+    return F.rms_norm(x, weight.shape, weight, layer.eps)

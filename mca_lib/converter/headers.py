@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mca_lib.converter.block_scaled import dequantized
 from mca_lib.converter.plan import TensorInfo, make_plan
+from mca_lib.converter.stacked_experts import unstacked
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig, read_json
 
@@ -58,7 +59,8 @@ def check_weights(config: McaModelConfig, directory: Path) -> McaModelConfig:
         check_against_index(path, names, found)
         tensors |= found
     try:
-        return make_plan(config, dequantized(tensors, config.hf_config)).config(config)
+        shown = unstacked(dequantized(tensors, config.hf_config), config.hf_config)
+        return make_plan(config, shown).config(config)
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
 

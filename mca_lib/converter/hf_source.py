@@ -15,6 +15,7 @@ from mca_lib.converter.file_tensor import FileTensor, ReadCounter
 from mca_lib.converter.headers import StoredTensor, check_against_index, read_layout, weight_files
 from mca_lib.converter.mapping import TensorSlice
 from mca_lib.converter.plan import TensorInfo
+from mca_lib.converter.stacked_experts import expert_parts, stacks_experts
 from mca_lib.errors import ModelError
 from mca_lib.models.config import read_json
 
@@ -32,14 +33,16 @@ class HfSource:
         self._open: dict[Path, IO[bytes]] = {}
         self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
         self._counter = ReadCounter()
+        hf = _config(self.directory)
         for path, names in weight_files(self.directory).items():
             found = self._pickle_layout(path) if path.suffix == ".bin" else read_layout(path)
             check_against_index(path, names, {name: stored.info for name, stored in found.items()})
+            if path.suffix != ".bin" and stacks_experts(hf):
+                found = _of_each_expert(found)
             for name, stored in found.items():
                 if name in self._file:
                     raise ModelError(f"{path}: {name} is also in {self._file[name].name}")
                 self._file[name], self._stored[name] = path, stored
-        hf = _config(self.directory)
         self._block = block_size(hf)
         self.tensors: dict[str, TensorInfo] = dequantized({n: s.info for n, s in self._stored.items()}, hf)
 
@@ -94,6 +97,16 @@ class HfSource:
             name: StoredTensor(TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch.")), 0)
             for name, t in self._pickle(path).items()
         }
+
+
+def _of_each_expert(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """The tensors of a safetensors file, with those of each expert in the place of stacks."""
+    result: dict[str, StoredTensor] = {}
+    for name, stored in found.items():
+        parts = list(expert_parts(name, stored.info))
+        size = getattr(torch, stored.info.dtype).itemsize if parts else 0
+        result |= {p.name: StoredTensor(p.info, stored.start + p.start * size) for p in parts} or {name: stored}
+    return result
 
 
 def _check_names_and_tensors(path: Path, found: object) -> None:

@@ -161,16 +161,16 @@ def _as_stored(config: McaModelConfig, source: Mapping[str, TensorInfo]) -> McaM
     model that never had one). A source with some of their tensors is missing the others.
     """
     layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
-    if any(name.startswith(f"model.layers.{i}.") for i in layers for name in source):
-        return config
-    return replace(config, mtp_num_layers=0)
+    prefixes = ("mtp.", *(f"model.layers.{i}." for i in layers))
+    return config if any(name.startswith(prefixes) for name in source) else replace(config, mtp_num_layers=0)
 
 
 def _mtp_problem(config: McaModelConfig, source: Mapping[str, TensorInfo], family: Family) -> dict[str, list[str]]:
     """Says that the config counts other multi-token prediction layers than the source has."""
     field = next((f.hf for f in family.fields if "mtp_num_layers" in f.targets), None)
-    numbers = {int(match[1]) for name in source if (match := re.match(r"model\.layers\.(\d+)\.", name))}
-    found = sum(number >= config.num_layers for number in numbers)
+    matches = filter(None, (re.match(r"(model|mtp)\.layers\.(\d+)\.", name) for name in source))
+    numbers = {(match[1], int(match[2])) for match in matches}
+    found = sum(kind == "mtp" or number >= config.num_layers for kind, number in numbers)
     if field is None or found == config.mtp_num_layers:
         return {}
     return {f"{field} of config.json": [f"{config.mtp_num_layers}, and the files have {found}: set it to {found}"]}

@@ -70,7 +70,9 @@ def _layer(config: McaModelConfig, layout: ParallelSizes, training: Training, la
     for symbol in _parts_of(config, layer):
         norms = config.pre_norms + config.post_norms
         kept += element * 2 * norms * config.hidden_size / split  # a norm's input and output
-        if symbol in (ATTENTION, LATENT):
+        if layer in config.linear_attention_layers and symbol == ATTENTION:
+            kept += _delta_net(config, layout, element)
+        elif symbol in (ATTENTION, LATENT):
             kept += element * _attention(config, layout)
             if training.recompute == "none":
                 kept += 4 * config.num_attention_heads / layout.tensor  # statistics of the softmax
@@ -106,11 +108,22 @@ def _mamba(config: McaModelConfig, layout: ParallelSizes) -> float:
     return (4 * mamba.inner_size + 2 * mamba.group_size + mamba.num_heads) / layout.tensor
 
 
+def _delta_net(config: McaModelConfig, layout: ParallelSizes, element: int) -> float:
+    """Bytes per token of a gated delta net: what is projected and what comes out before and after its norm; query and
+    key for each value head, value, error and a chunk's share of the states in fp32 (`linear_attention.delta_rule`)."""
+    net = config.gated_delta_net
+    projected = 2 * net.key_size + 2 * net.value_size + 2 * net.num_value_heads
+    in_heads = 2 * net.key_head_dim + 2 * net.value_head_dim + CHUNK + net.key_head_dim * net.value_head_dim / CHUNK
+    kept = element * (projected + 2 * net.key_size + 3 * net.value_size) + 4 * net.num_value_heads * in_heads
+    return kept / layout.tensor
+
+
 def _attention(config: McaModelConfig, layout: ParallelSizes) -> float:
     """Elements per token: queries, keys, values and what comes out of them."""
     latent = config.latent_attention
     if latent is None:
-        return 2 * (config.query_size + config.kv_size) / layout.tensor
+        gate = config.query_size if config.attention_output_gate else 0
+    return (2 * (config.query_size + config.kv_size) + 2 * gate) / layout.tensor
     heads = config.num_attention_heads / layout.tensor
     latents = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_rope_head_dim
     return 2 * latents + heads * 2 * (latent.qk_head_dim + latent.v_head_dim)

@@ -7,10 +7,12 @@ T tokens in sequences of S:
     + T/S · Σ layers 2 · N · (Dqk + Dv) · pairs     N heads, of which scores take Dqk channels and values Dv
       pairs = Σ i=1..S min(i, window)               keys that the queries of a sequence see
     + T · Σ Mamba layers (4 · D · N + 2 · k · (D + 2·G·N))
+    + T · Σ gated delta nets (6 · H · K · V + 2 · k · (2·Q + H·V))
 
-The last line is Mamba-2's recurrence (https://arxiv.org/abs/2405.21060, equation 16) and its convolution: D inner
-channels, of which each writes a state of N with 2·D·N operations and reads it with as many; k taps over x and over the
-G groups' B and C. Kernels that take many tokens at once do more, and sequences may be of any length.
+A gated delta net reads its H states of K x V under the key, writes to them and reads them under the query with 2·K·V
+operations each; k taps over queries and keys of Q channels, and over the values. The line before is Mamba-2's
+recurrence (https://arxiv.org/abs/2405.21060, equation 16) and its convolution: D inner channels, of which each writes a
+state of N with 2·D·N operations and reads it with as many; k taps over x and over the G groups' B and C. Kernels that take many tokens at once do more, and sequences may be of any length.
 
 W counts `topk` experts of each layer, the output layer also where it is tied, and not the embedding, which is a
 look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. With adapters
@@ -51,7 +53,7 @@ def step_flops(
     pairs = int(attention_pairs(config, lengths_D.astype(np.int64), mtp).sum())
     elements = matrix_elements(config, mtp)
     products = 3 * elements - frozen if adapter_elements is None else 2 * elements + 3 * adapter_elements
-    others = 3 * (attention_flops_per_pair(config) * pairs + mamba_flops_per_token(config) * int(lengths_D.sum()))
+    others = 3 * (attention_flops_per_pair(config) * pairs + recurrent_flops_per_token(config) * int(lengths_D.sum()))
     return 2 * products * int(lengths_D.sum()) + others
 
 
@@ -64,7 +66,7 @@ def forward_flops(config: McaModelConfig, tokens: int, sequence_length: int, mtp
     """
     pairs = attention_pairs(config, sequence_length, mtp)
     attention = attention_flops_per_pair(config) * pairs * tokens // sequence_length
-    return (2 * matrix_elements(config, mtp) + mamba_flops_per_token(config)) * tokens + attention
+    return (2 * matrix_elements(config, mtp) + recurrent_flops_per_token(config)) * tokens + attention
 
 
 def matrix_elements(config: McaModelConfig, mtp: bool = False) -> int:
@@ -109,6 +111,21 @@ def mamba_flops_per_token(config: McaModelConfig) -> int:
     recurrence = 4 * mamba.inner_size * mamba.state_size
     convolution = 2 * mamba.conv_kernel * (mamba.inner_size + 2 * mamba.group_size)
     return len(config.mamba_layers) * (recurrence + convolution)
+
+
+def delta_net_flops_per_token(config: McaModelConfig) -> int:
+    """Operations of all gated delta nets for one token, without their projections."""
+    net = config.gated_delta_net
+    if net is None:
+        return 0
+    recurrence = 6 * net.num_value_heads * net.key_head_dim * net.value_head_dim
+    convolution = 2 * net.conv_kernel * (2 * net.key_size + net.value_size)
+    return len(net.layers) * (recurrence + convolution)
+
+
+def recurrent_flops_per_token(config: McaModelConfig) -> int:
+    """Operations of the layers whose state goes from token to token, without their projections."""
+    return mamba_flops_per_token(config) + delta_net_flops_per_token(config)
 
 
 def attention_flops_per_pair(config: McaModelConfig) -> int:

@@ -63,12 +63,19 @@ def measure(name: str, length: int) -> tuple[float, int]:
     for tensor in inputs:
         tensor.requires_grad_()
     scan(*[tensor[:, :64] if tensor.dim() > 1 else tensor for tensor in inputs]).sum().backward()
-    before, seconds = peak(), []
+    before = peak()
+    seconds = timed(lambda: scan(*inputs).sum().backward())
+    return seconds, peak() - before
+
+
+def timed(work: Callable[[], None]) -> float:
+    """Seconds of the fastest repeat."""
+    seconds = []
     for _ in range(REPEATS):
         start = time.perf_counter()
-        scan(*inputs).sum().backward()
+        work()
         seconds.append(time.perf_counter() - start)
-    return min(seconds), peak() - before
+    return min(seconds)
 
 
 def peak() -> int:

@@ -71,6 +71,16 @@ DEEPSEEK_YARN = {
 
 QWEN_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
+DELTA_NETS = {
+    "head_dim": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 3,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+}
+
 VARIANTS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
@@ -139,6 +149,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 24,
         **QWEN_EXPERTS,
     },
+    "qwen3.5": {"model_type": "qwen3_5_text", "attention_bias": True, "tie_word_embeddings": True, **DELTA_NETS},
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 24,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"],
+        "num_mtp_layers": 1,
+        "mtp_layer_types": ["full_attention"],
+        **QWEN_EXPERTS,
+        **DELTA_NETS,
+    },
     "deepseek-mtp": {**DEEPSEEK, "num_mtp_layers": 2},
     "glm4-moe": {
         "model_type": "glm4_moe",
@@ -164,7 +186,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Name → differences from `SIZES`."""
 
-WITH_EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "deepseek-mtp", "deepseek-yarn", "glm4-moe"]
+WITH_EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "qwen3-next", "deepseek-mtp", "deepseek-yarn", "glm4-moe"]
 """Variants with a mixture of experts."""
 
 
@@ -187,8 +209,10 @@ def hf_model(variant: str, dtype: str = "float32", seed: int = 0, **changes: Any
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
+            elif name.endswith("linear_attn.A_log"):
+                parameter.uniform_(-4, 1)  # heads that remember a row of tokens, and such that forget at once
             elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.add_(torch.rand_like(parameter) - 0.5)  # to the 1 or the 0 that is neutral
     return _ready(model, getattr(torch, dtype))
 
 
@@ -223,15 +247,25 @@ def _ready(model: Any, dtype: Any) -> Any:
     return model
 
 
+QWEN_MTP = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+    "shared_head.norm.weight": "norm.weight",
+}
+
+
 def mtp_as_stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors of `model`'s `MtpModel` under the names of DeepSeek's checkpoints."""
-    first, stored = model.config.num_hidden_layers, {}
+    """Tensors of `model`'s `MtpModel` under the names of DeepSeek's checkpoints, or Qwen's."""
+    first, stored, qwen = model.config.num_hidden_layers, {}, model.config.model_type.startswith("qwen")
     for name, tensor in tensors.items():
         if not name.startswith("layers."):
             continue
         _, layer, rest = name.split(".", 2)
         rest = rest.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
-        prefix = f"model.layers.{first + int(layer)}."
+        prefix = f"mtp.layers.{layer}." if qwen else f"model.layers.{first + int(layer)}."
+        if qwen and rest in QWEN_MTP:
+            prefix, rest = "mtp.", QWEN_MTP[rest]
         if rest == "mlp.experts.gate_up_proj":
             for i, expert in enumerate(tensor):
                 gate, up = expert.chunk(2)
@@ -245,12 +279,13 @@ def mtp_as_stored(model: Any, tensors: dict[str, Any]) -> dict[str, Any]:
 
 
 def _add_mtp(directory: Path, model: Any) -> None:
-    """Store multi-token prediction layers, with DeepSeek's copies of embedding and output layer."""
+    """Store multi-token prediction layers, for DeepSeek with its copies of embedding and output layer."""
     from safetensors.torch import load_file, save_file
 
     mtp = mtp_model(model)
     tensors = load_file(directory / "model.safetensors") | mtp_as_stored(model, mtp.state_dict())
-    for i in range(model.config.num_hidden_layers, model.config.num_hidden_layers + model.config.num_mtp_layers):
+    layers = model.config.num_mtp_layers if model.config.model_type == "deepseek_v3" else 0
+    for i in range(model.config.num_hidden_layers, model.config.num_hidden_layers + layers):
         tensors[f"model.layers.{i}.embed_tokens.weight"] = tensors["model.embed_tokens.weight"]
         tensors[f"model.layers.{i}.shared_head.head.weight"] = model.lm_head.weight.detach()
     save_file(

@@ -139,6 +139,8 @@ class Family:
     """Tensors (regular expressions) that old checkpoints carry and that hold nothing learned."""
     spellings: tuple[dict[str, str], ...] = ()
     """Other names that sources give the weights: prefix of a name in the table → prefix there."""
+    stacked_experts: bool = False
+    """Sources may store the experts of a layer as two tensors; see `mca_lib.converter.stacked_experts`."""
     pattern: PatternRule | None = None
     """Of a Hugging Face model that is a hybrid itself; the tables have its kinds of layers, counted as there."""
 

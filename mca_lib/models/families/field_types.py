@@ -15,7 +15,9 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attentio
 _OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
-    "decoder_sparse_step",
+    *("decoder_sparse_step", "full_attention_interval"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
     *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size"),
     *("mamba_state_size", "mamba_num_groups", "mamba_conv_kernel", "mamba_chunk_size"),
     "moe_shared_expert_intermediate_size",
@@ -23,7 +25,7 @@ _OPTIONAL_SIZES = (
 )
 _COUNTS = (
     *("num_experts", "num_local_experts", "first_k_dense_replace"),
-    *("num_nextn_predict_layers", "num_mtp_layers"),
+    *("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"),
 )
 _FLAGS = (
     *("tie_word_embeddings", "attention_bias", "attention_out_bias", "mlp_bias", "qkv_bias", "use_qk_norm"),

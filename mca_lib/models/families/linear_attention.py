@@ -26,12 +26,16 @@ FIELDS = (
     Field("linear_key_head_dim", _NET + "key_head_dim", 128),
     Field("linear_value_head_dim", _NET + "value_head_dim", 128),
     Field("linear_conv_kernel_dim", _NET + "conv_kernel", 4),
+    # The config of Qwen3-Next says nothing of its multi-token prediction layer; where files have none, it has none.
+    Field("mtp_num_hidden_layers", "mtp_num_layers", 1, aliases=("num_mtp_layers",)),
 )
 
 NEUTRAL = (
     # Switches of the publisher's code, which transformers does not read: there they are always on.
     Neutral("attn_output_gate", (True,), null_is_absent=False),
     Neutral("output_gate_type", ("swish", "silu")),
+    # Names of the weights leave room for one.
+    Neutral("mtp_num_hidden_layers", (0, 1)),
     Neutral("mtp_use_dedicated_embeddings", (False,)),
 )
 
@@ -44,9 +48,7 @@ def linear_layers(hf: HfConfig) -> tuple[int, ...]:
     """Layers with a gated delta net: as `layer_types` says, else all but every `full_attention_interval`-th."""
     layers, types = hf["num_hidden_layers"], hf.get("layer_types")
     if types is None:
-        interval = hf.get("full_attention_interval", 4)
-        if type(interval) is not int or interval < 1:
-            raise ModelError(f"config.json: full_attention_interval={interval!r:.80} must be a positive integer")
+        interval = hf.get("full_attention_interval") or 4
         return tuple(i for i in range(layers) if (i + 1) % interval)
     if len(types) != layers:
         raise ModelError(f"config.json: layer_types names {len(types)} layers, num_hidden_layers={layers}")
@@ -66,7 +68,8 @@ class NoWindowBesideLinear(NoWindow):
         return super().read({name: value for name, value in hf.items() if name != "layer_types"})
 
 
-_MCA, _HF = "decoder.layers.{layer}.self_attention.", "model.layers.{layer}.linear_attn."
+_LAYER, _HF_LAYER, _MTP = "decoder.layers.{layer}.", "model.layers.{layer}.", "mtp.layers.{mtp}."
+_MCA, _HF = _LAYER + "self_attention.", _HF_LAYER + "linear_attn."
 _KEYS, _VALUES, _HEADS = _NET + "key_size", _NET + "value_size", _NET + "num_value_heads"
 _CONV = (("query", _KEYS), ("key", _KEYS), ("value", _VALUES))
 _LAYERS = "linear_attention_layers"
@@ -107,4 +110,22 @@ def gated_delta_net(in_proj: Sequence[str], hf_parts: tuple[int, ...], groups: i
         Replicated(_MCA + "out_norm.weight", _HF + "norm.weight", (_NET + "value_head_dim",), layers=_LAYERS),
         Row(       _MCA + "out_proj.weight", _HF + "out_proj.weight", ("hidden_size", _VALUES), layers=_LAYERS),
     )
+
+
+_MTP_OWN = (
+    Replicated(_MTP + "enorm.weight",           "mtp.pre_fc_norm_embedding.weight", ("hidden_size",)),
+    Replicated(_MTP + "hnorm.weight",           "mtp.pre_fc_norm_hidden.weight", ("hidden_size",)),
+    Column(    _MTP + "eh_proj.weight",         "mtp.fc.weight", ("hidden_size", "twice_hidden_size")),
+    Replicated(_MTP + "final_layernorm.weight", "mtp.norm.weight", ("hidden_size",)),
+)
 # fmt: on
+
+
+def multi_token_prediction(mlp: Sequence[Mapping]) -> tuple[Mapping, ...]:
+    """Rows of the multi-token prediction layer, whose own layer has softmax attention and this MLP."""
+    return (*_MTP_OWN, *(_in_mtp(row) for row in (*GATED_ATTENTION, *mlp)))
+
+
+def _in_mtp(row: Mapping) -> Mapping:
+    mca = row.mca.replace(_LAYER, _MTP + "transformer_layer.")
+    return replace(row, mca=mca, hf=tuple(name.replace(_HF_LAYER, _MTP) for name in row.hf), layers=None)

@@ -1,7 +1,7 @@
 """Qwen3.5 with experts in place of every MLP, and a gated expert that every token goes to; the language model."""
 
 from mca_lib.models.families.base import Family, Field
-from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, replaced
+from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, key_value_heads, replaced
 from mca_lib.models.families.linear_attention import (
     DERIVED,
     FIELDS,
@@ -10,6 +10,7 @@ from mca_lib.models.families.linear_attention import (
     NEUTRAL,
     ROTARY_SHARE,
     NoWindowBesideLinear,
+    multi_token_prediction,
 )
 from mca_lib.models.families.moe import (
     EXPERT_WEIGHTS,
@@ -24,11 +25,18 @@ _FIELDS = (
     field for field in (*DENSE_FIELDS, *QWEN_MOE_FIELDS) if field.hf not in ("intermediate_size", "norm_topk_prob")
 )
 
+_EXPERTS = (
+    *EXPERT_WEIGHTS,
+    *shared_expert_weights("mlp.shared_expert"),
+    *shared_expert_gate("mlp.shared_expert_gate.weight"),
+)
+
 FAMILY = Family(
     model_type="qwen3_5_moe_text",
     architecture="Qwen3_5MoeForCausalLM",
     fields=replaced(
         tuple(_FIELDS),
+        key_value_heads(2),
         *FIELDS,
         Field("num_experts_per_tok", "moe.topk", 8),
         Field("num_experts", "moe.num_experts", 256, aliases=("num_local_experts",)),
@@ -39,13 +47,13 @@ FAMILY = Family(
         *EMBEDDINGS,
         *GATED_ATTENTION,
         *GATED_DELTA_NET,
-        *EXPERT_WEIGHTS,
-        *shared_expert_weights("mlp.shared_expert"),
-        *shared_expert_gate("mlp.shared_expert_gate.weight"),
+        *_EXPERTS,
+        *multi_token_prediction(_EXPERTS),
     ),
     neutral=(*(rule for rule in MOE_NEUTRAL if rule.hf != "partial_rotary_factor"), *NEUTRAL),
     fixed={**FIXED, "moe.shared_gate": True, "moe.normalize_topk": True},
     derived={**DERIVED, "moe.layers": lambda hf: tuple(range(hf["num_hidden_layers"]))},
     rotary_share=ROTARY_SHARE,
     window=NoWindowBesideLinear(),
+    stacked_experts=True,
 )

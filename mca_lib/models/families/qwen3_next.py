@@ -1,7 +1,7 @@
 """Qwen3-Next: gated delta nets and gated attention in turns, many small experts and a gated one for every token."""
 
 from mca_lib.models.families.base import Family, Field
-from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, MLP, replaced
+from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, MLP, key_value_heads, replaced
 from mca_lib.models.families.linear_attention import (
     DERIVED,
     FIELDS,
@@ -11,6 +11,7 @@ from mca_lib.models.families.linear_attention import (
     ROTARY_SHARE,
     NoWindowBesideLinear,
     gated_delta_net,
+    multi_token_prediction,
 )
 from mca_lib.models.families.moe import (
     EXPERT_WEIGHTS,
@@ -21,11 +22,21 @@ from mca_lib.models.families.moe import (
     sparse_layers,
 )
 
+_EXPERTS = (
+    *EXPERT_WEIGHTS,
+    *shared_expert_weights("mlp.shared_expert"),
+    *shared_expert_gate("mlp.shared_expert_gate.weight"),
+)
+
 FAMILY = Family(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     fields=(
-        *replaced((*DENSE_FIELDS, *QWEN_MOE_FIELDS), Field("norm_topk_prob", "moe.normalize_topk", True)),
+        *replaced(
+            (*DENSE_FIELDS, *QWEN_MOE_FIELDS),
+            key_value_heads(2),
+            Field("norm_topk_prob", "moe.normalize_topk", True),
+        ),
         *FIELDS,
         Field("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", 512),
     ),
@@ -35,9 +46,8 @@ FAMILY = Family(
         # For each key head: query, key, and values and gates of its value heads; then rates and decays of these.
         *gated_delta_net(("in_proj_qkvz", "in_proj_ba"), (4, 2), "gated_delta_net.num_key_heads"),
         *MLP,
-        *EXPERT_WEIGHTS,
-        *shared_expert_weights("mlp.shared_expert"),
-        *shared_expert_gate("mlp.shared_expert_gate.weight"),
+        *_EXPERTS,
+        *multi_token_prediction(_EXPERTS),
     ),
     neutral=(*(rule for rule in MOE_NEUTRAL if rule.hf != "partial_rotary_factor"), *NEUTRAL),
     fixed={**FIXED, "moe.shared_gate": True},

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mca_lib.converter.mapping import Mapping
-from mca_lib.converter.mappings import QKV, Replicated, padded_vocab_size
+from mca_lib.converter.mappings import QKV, GatedQKV, Packed, Replicated, padded_vocab_size
 from mca_lib.models.registry import FAMILIES, config_from_hf
 from tests.mca_lib.models.test_registry import BASE
 
@@ -66,6 +66,34 @@ def test_query_heads_are_interleaved_with_their_key_and_value() -> None:
     assert heads() == [10, 11, 20, 30, 12, 13, 21, 31]
     assert heads(1, 2) == [12, 13, 21, 31]
     assert heads(1, 4) == [20, 30]  # inside a group
+
+
+def test_query_heads_come_before_their_gates_in_a_group() -> None:
+    config = dataclasses.replace(CONFIG, num_attention_heads=4, num_query_groups=2, kv_channels=2)
+    mapping = GatedQKV("fused", ("q", "k", "v"), columns=())
+    heads_of_q = [10, 50, 11, 51, 12, 52, 13, 53]  # each with its gate
+    q, k, v = (torch.tensor(heads).repeat_interleave(2) for heads in (heads_of_q, [20, 21], [30, 31]))
+
+    def heads(*place: int) -> list[int]:
+        return mapping.to_mca([q, k, v], config, *place)[::2].tolist()
+
+    assert heads() == [10, 11, 50, 51, 20, 30, 12, 13, 52, 53, 21, 31]
+    assert heads(1, 2) == [12, 13, 52, 53, 21, 31]
+    assert heads(1, 4) == [51, 20, 30]  # inside a group
+    assert torch.equal(mapping.to_hf(mapping.to_mca([q, k, v], config), config)[0], q)
+
+
+def test_parts_of_a_packed_tensor_may_take_turns_in_groups_and_lie_in_several_tensors() -> None:
+    parts = (("a", 4), ("b", 2), ("c", 2))
+    mapping = Packed("fused", ("ab", "c"), parts, (), hf_parts=(2, 1), groups=2)
+    ab, c = torch.tensor([10, 11, 20, 12, 13, 21]), torch.tensor([30, 31])
+    assert mapping.hf_shapes(CONFIG) == ((6,), (2,))
+    whole = mapping.to_mca([ab, c], CONFIG)
+    assert whole.tolist() == [10, 11, 12, 13, 20, 21, 30, 31]
+    assert mapping.to_mca([ab, c], CONFIG, 1, 2).tolist() == [12, 13, 21, 31]
+    assert mapping.part(".b").to_mca([ab, c], CONFIG).tolist() == [20, 21]
+    assert [suffix for suffix, _ in mapping.stored_parts(CONFIG)] == [".a", ".b", ".c"]
+    assert all(torch.equal(a, b) for a, b in zip(mapping.to_hf(whole, CONFIG), (ab, c), strict=True))
 
 
 def test_each_half_of_a_gated_mlp_is_split_on_its_own() -> None:

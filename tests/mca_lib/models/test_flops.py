@@ -68,6 +68,27 @@ def test_mamba_layers_count_what_torch_counts_of_the_recurrence() -> None:
     assert len(config.mamba_layers) * counter.get_total_flops() == tokens * flops.mamba_flops_per_token(config)
 
 
+def test_gated_delta_nets_count_what_torch_counts_of_the_recurrence() -> None:
+    """Token by token: each head's state is read under the key, takes an outer product, is read under the query."""
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config, tokens = config_from_hf(hf_config("qwen3.5").to_dict()), 3
+    net = config.gated_delta_net
+    channels, heads = 2 * net.key_size + net.value_size, net.num_value_heads
+    with FlopCounterMode(display=False) as counter:
+        for _ in range(tokens):
+            state_HVK = torch.ones(heads, net.value_head_dim, 1) @ torch.ones(heads, 1, net.key_head_dim)
+            for _ in range(2):
+                state_HVK @ torch.ones(heads, net.key_head_dim, 1)
+        taps = torch.ones(channels, 1, net.conv_kernel)
+        torch.nn.functional.conv1d(torch.ones(1, channels, tokens + net.conv_kernel - 1), taps, groups=channels)
+    per_layer = flops.delta_net_flops_per_token(config) // 3
+    assert counter.get_total_flops() == tokens * per_layer
+    products = 2 * (flops.matrix_elements(config) + per_layer * 3 // 2)
+    assert flops.forward_flops(config, 1, 1) == products + flops.attention_flops_per_pair(config)  # one layer has pairs
+
+
 def test_a_hybrid_counts_its_transformer_and_its_mamba_layers() -> None:
     hybrid = hybrid_config("dense")
     mamba, lengths = hybrid.hybrid.mamba, np.array([5, 8])

@@ -29,6 +29,8 @@ BASES: dict[str, dict[str, Any]] = {
 BASES["mixtral"] |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 BASES["qwen2_moe"] |= {"num_experts": 4, **_EXPERTS}
 BASES["qwen3_moe"] |= {"num_experts": 4, **_EXPERTS}
+BASES["qwen3_next"] |= {"num_experts": 4, **_EXPERTS}
+BASES["qwen3_5_moe_text"] |= {"num_experts": 4, **_EXPERTS}
 BASES["deepseek_v3"] |= {"n_routed_experts": 16, "n_group": 8, "topk_group": 1, "num_key_value_heads": 6, **_EXPERTS}
 BASES["glm4_moe"] |= {"n_routed_experts": 8, **_EXPERTS}
 BASES["nemotron_h"] |= {"layers_block_type": ["mamba", "mlp", "attention", "moe", "linear_attention", "full_attention"]}
@@ -71,6 +73,10 @@ REFUSED = {
     "mamba_dt_limit": [0.001, 10.0],
     "sliding_window": 17,
     "residual_in_fp32": True,
+    "attn_output_gate": False,
+    "output_gate_type": "sigmoid",
+    "mtp_use_dedicated_embeddings": True,
+    "mtp_num_hidden_layers": 2,
     "hidden_dropout": 0.1,
     "moe_latent_size": 16,
     "num_nextn_predict_layers": 1,
