@@ -1,6 +1,9 @@
 """What the ranks of the fsdp_dtensor tests run: trainings under Megatron-FSDP, and loads of what they wrote."""
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 BATCH, LENGTH = 4, 16
@@ -16,13 +19,14 @@ def allow_fsdp() -> None:
     from mca_lib.platforms.cpu_stand_ins import CPU, CpuTorch, NullStream
 
     install()
-    from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
 
     class Torch(CpuTorch):
         def device(self, *_: Any) -> torch.device:
             return CPU
 
     megatron_fsdp.torch = Torch("torch")
+    param_and_grad_buffer._coalescing_manager = one_by_one
     torch.cuda.empty_cache = lambda: None
     NullStream.wait = NullStream.synchronize
     init, from_group = DeviceMesh.__init__, DeviceMesh.from_group
@@ -34,6 +38,39 @@ def allow_fsdp() -> None:
         return from_group(group, "cpu", *args, **kwargs)
 
     DeviceMesh.__init__, DeviceMesh.from_group = on_cpu, staticmethod(of_group)
+
+
+@contextlib.contextmanager
+def one_by_one(group: Any, async_ops: bool = False) -> Iterator[Any]:
+    """In place of `_coalescing_manager`: each collective is sent as it comes, and done when its call returns.
+
+    That is what our stand-ins for streams say of all operations. Megatron-FSDP (0.19.2) gathers buckets ahead of their
+    use instead, with gloo's coalesced gather (torch 2.15.0), whose worker thread destroys a
+    `gloo::transport::tcp::UnboundBuffer` that has lost a reference too many: by chance, once in some ten thousand
+    gathers, a rank ends with SIGSEGV or SIGABRT.
+    """
+    import torch.distributed as dist
+
+    gather = dist.all_gather_into_tensor
+    dist.all_gather_into_tensor = lambda *args, async_op=False, **named: gather(*args, **named)
+    try:
+        yield SimpleNamespace(wait=lambda: None)
+    finally:
+        dist.all_gather_into_tensor = gather
+
+
+def gathered(size: int) -> bool:
+    """Whether what Megatron-FSDP gathers ahead is there when the call returns."""
+    import torch
+    import torch.distributed as dist
+
+    allow_fsdp()
+    from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import _coalescing_manager
+
+    own, whole = torch.full((size,), 1.0 + dist.get_rank()), torch.zeros(2 * size)
+    with _coalescing_manager(dist.group.WORLD, async_ops=True):
+        dist.all_gather_into_tensor(output_tensor=whole, input_tensor=own, group=dist.group.WORLD, async_op=True)
+    return torch.equal(whole, torch.tensor([1.0, 2.0]).repeat_interleave(size))
 
 
 def training_args(**options: Any) -> Any:

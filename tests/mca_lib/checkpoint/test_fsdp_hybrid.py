@@ -18,6 +18,11 @@ def written(ranks, tmp_path_factory):
     return directory / "hf", directory / "checkpoint", history
 
 
+def test_a_gather_ahead_is_done_when_its_call_returns(ranks):
+    """Else ranks die by chance: see `fsdp_ranks.one_by_one`."""
+    assert ranks(2, fsdp_ranks.run, "gathered", {}, 1 << 22) == [True, True]
+
+
 def load(ranks, written, **options):
     return ranks(2, fsdp_ranks.run, "go_on_under_fsdp", options, *written[:2])[0]
 
