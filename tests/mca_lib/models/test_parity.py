@@ -14,19 +14,32 @@ LOGITS, LOSS = 1e-4, 1e-4
 # Gradients catch what the loss hides: activations of the wrong micro batch, norms that are not summed over ranks.
 GRADIENT = 1e-4
 
-ON_SEVERAL_RANKS = [
-    "llama",
-    "llama-tied",
-    "llama-mqa",
-    "llama-mlp-bias",
-    "qwen3-bias",
-    "mistral",
-    "qwen2-window",
+SPLIT = [
+    *("llama", "llama-tied", "llama-mqa", "llama-mlp-bias", "qwen3-bias", "mistral", "qwen2-window", "qwen3.5"),
     "yarn-rope",
 ]
-"""Variants that a layout can treat differently."""
+"""Variants whose weights tensor parallel ranks cut in different ways."""
 
-OTHER_SPLITS = [name for name in LAYOUTS if name == "TP2 PP2" or "uneven" in name or "custom" in name]
+BY_LAYER = ["llama", "llama-tied", "qwen2-window"]
+"""A pipeline only puts layers elsewhere: what shows where they are is tied ends, and layers that differ."""
+
+BY_POSITION = ["llama", "llama-mqa", "qwen2-window", "qwen3.5", "yarn-rope"]
+"""Context parallel ranks have other positions, and keys and values of each other."""
+
+ROWS = [
+    *(("one rank", packed, list(VARIANTS)) for packed in (False, True)),
+    ("TP2", False, SPLIT),
+    ("TP2", True, ["llama"]),
+    ("TP2 with sequence parallel", False, ["llama"]),
+    ("TP2 with sequence parallel", True, SPLIT),
+    *((name, False, BY_LAYER) for name in ("PP2", "PP2 with two chunks each")),
+    *((name, True, ["qwen2-window"]) for name in ("PP2", "PP2 with two chunks each")),
+    *(("CP2", packed, BY_POSITION) for packed in (False, True)),
+]
+"""Layout, whether rows are packed, variants. Each variant costs in each row: a row has those that it may treat in a way
+of their own. A new family belongs into `VARIANTS`, and where ranks cut its layers differently, into `SPLIT`."""
+
+OTHER_SPLITS = [name for name in LAYOUTS if name not in {row[0] for row in ROWS}]
 """They put the same layers elsewhere: two models, in rows, show whether all is where it belongs."""
 
 
@@ -37,12 +50,9 @@ def models(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in OTHER_SPLITS])
-def test_model_equals_transformers(ranks: Any, models: Path, layout: str, packed: bool) -> None:
-    variants = list(VARIANTS) if layout == "one rank" else ON_SEVERAL_RANKS
-    reports = compare(ranks, models, LAYOUTS[layout], variants, packed)
-    assert_parameters(reports, variants)
+@pytest.mark.parametrize(("layout", "packed", "variants"), ROWS, ids=[f"{r[0]} {'packed' * r[1]}" for r in ROWS])
+def test_model_equals_transformers(ranks: Any, models: Path, layout: str, packed: bool, variants: list[str]) -> None:
+    assert_parameters(compare(ranks, models, LAYOUTS[layout], variants, packed), variants)
 
 
 @pytest.mark.parametrize("layout", OTHER_SPLITS)
