@@ -25,6 +25,7 @@ from mca_lib.converter.model_converter import ModelConverter, Progress, no_progr
 from mca_lib.converter.plan import FLOAT_DTYPES, Entry, entries
 from mca_lib.converter.remote_files import copy_code
 from mca_lib.converter.safetensors_writer import ShardedWriter, Slot, parse_size
+from mca_lib.converter.stacked import part_names, stacked_shapes, whole
 from mca_lib.converter.workers import WORKERS, Scratch, for_each
 from mca_lib.errors import CheckpointError, ConfigError
 from mca_lib.models.config import CONFIG_NAME, McaModelConfig, is_mca_checkpoint
@@ -68,8 +69,9 @@ def export_hf(
     slots = hf_slots(config, dtype)
     shard_bytes = parse_size(max_shard_size)
     main_dtype = config.source_dtype if dtype == "auto" else dtype
+    parts = part_names({n: slot.shape for n, slot in slots.items()}, (n for e in entries(config) for n in e.hf))
     with published(output, replace=replace) as folder:
-        with ShardedWriter(folder, slots, shard_bytes) as writer:
+        with ShardedWriter(folder, slots, shard_bytes, parts) as writer:
             _write(config, reader, writer, adapter, workers, progress)
         files = copy_side_files(checkpoint, folder)
         hf = hf_config(config, main_dtype)
@@ -104,11 +106,11 @@ def _write(
     def contents(entry: Entry) -> Iterable[tuple[str, Content]]:
         parts = [entry.mca + suffix for suffix, _ in entry.mapping.stored_parts(config)]
         if len(parts) > 1:
-            whole = scratch.tensor(entry.mapping.local_shape(config, 0, 1), stored[parts[0]].dtype)
-            for part, rows in zip(parts, whole.split([stored[part].shape[0] for part in parts]), strict=True):
+            value = scratch.tensor(entry.mapping.local_shape(config, 0, 1), stored[parts[0]].dtype)
+            for part, rows in zip(parts, value.split([stored[part].shape[0] for part in parts]), strict=True):
                 reader.read_into(part, rows)
                 record.check(tensor_row(part, rows))
-            return converter.to_hf(entry, whole, dtypes)
+            return converter.to_hf(entry, value, dtypes)
         where = stored[entry.mca]
         value = None
         if record.rows is not None:
@@ -117,7 +119,7 @@ def _write(
             record.check(tensor_row(entry.mca, value))
         piece = reader.in_one_piece(entry.mca) if where.bytes >= SMALLEST_COPY else None
         named = converter.hf_runs(entry, piece) if piece is not None else None
-        if named and all(dtypes[name] == where.dtype and name not in adapted for name, _ in named):
+        if named and all(dtypes[whole(name)] == where.dtype and name not in adapted for name, _ in named):
             return named
         if value is None:
             value = scratch.tensor(where.shape, where.dtype)
@@ -132,7 +134,7 @@ def _write(
             writer.write(name, content)
             with lock:
                 done += 1
-                progress(done, len(writer.slots))
+                progress(done, writer.pieces)
 
     for_each(entries(config), export_entry, workers)
 
@@ -142,6 +144,7 @@ def hf_slots(config: McaModelConfig, dtype: str) -> dict[str, Slot]:
     if dtype != "auto" and dtype not in FLOAT_DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of auto, {', '.join(FLOAT_DTYPES)}")
     shapes = {n: s for e in entries(config) for n, s in zip(e.hf, e.mapping.hf_shapes(config), strict=True)}
+    shapes = stacked_shapes(shapes)
     copies = weights_family(config).copies_of(config)
     shapes |= {name: shapes[copies[name]] for name in config.source_copies}
     exceptions = config.source_dtype_exceptions if dtype == "auto" else {}

@@ -15,6 +15,7 @@ from mca_lib.converter.file_tensor import FileTensor, ReadCounter
 from mca_lib.converter.headers import StoredTensor, check_against_index, read_layout, weight_files
 from mca_lib.converter.mapping import TensorSlice
 from mca_lib.converter.plan import TensorInfo
+from mca_lib.converter.stacked import StackedPart, number, whole
 from mca_lib.converter.stacked_experts import expert_parts, stacks_experts
 from mca_lib.errors import ModelError
 from mca_lib.models.config import read_json
@@ -60,8 +61,14 @@ class HfSource:
         """Of weights, from safetensors files; headers do not count."""
         return self._counter.bytes
 
+    def dtype(self, name: str) -> torch.dtype:
+        """Of a tensor, or of a part of a stacked one (`stacked`)."""
+        return getattr(torch, self.tensors[whole(name)].dtype)
+
     def slice(self, name: str) -> TensorSlice:
-        """The tensor, to be indexed."""
+        """The tensor, or the part of a stacked one, to be indexed."""
+        if (part := number(name)) is not None:
+            return StackedPart(self.slice(whole(name)), part)
         info = self._stored[name].info
         if self.tensors[name] == info:
             return self._raw(name)
@@ -69,7 +76,7 @@ class HfSource:
 
     def file(self, name: str) -> Path:
         """The file that holds the tensor."""
-        return self._file[name]
+        return self._file[whole(name)]
 
     def _raw(self, name: str) -> TensorSlice:
         path, stored = self._file[name], self._stored[name]

@@ -17,6 +17,21 @@ if TYPE_CHECKING:
     from mca_lib.models.config import McaModelConfig
 
 Shape = tuple[int, ...]
+Dim = str | int
+"""Name of an attribute of the config, dotted for a part, or a number."""
+
+
+def share(length: int, rank: int, size: int) -> tuple[int, int]:
+    """(start, stop) of a rank's equal share."""
+    if length % size:
+        raise ValueError(f"{length} does not divide by {size} ranks; check_layout should have refused this")
+    part = length // size
+    return rank * part, (rank + 1) * part
+
+
+def sizes(config: "McaModelConfig", dims: tuple[Dim, ...]) -> Shape:
+    """What dimensions are for a config."""
+    return tuple(d if isinstance(d, int) else attrgetter(d)(config) for d in dims)
 
 
 class TensorSlice(Protocol):

@@ -17,6 +17,7 @@ from mca_lib.converter.file_tensor import FileTensor, Run
 from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.mapping import TensorPlace
 from mca_lib.converter.plan import Entry, Plan, TensorInfo, fresh_entries, make_plan
+from mca_lib.converter.stacked import whole
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.naming import checkpoint_parameters
@@ -135,7 +136,7 @@ class ModelConverter:
         """
         for name, value in zip(entry.hf, entry.mapping.to_hf(tensor, self.config), strict=True):
             for written in (name, *(copy for copy, of in self._copies.items() if of == name)):
-                yield written, cast(written, value, dtypes[written])
+                yield written, cast(written, value, dtypes[whole(written)])
 
     def hf_runs(self, entry: Entry, tensor: FileTensor) -> list[tuple[str, list[Run]]] | None:
         """`to_hf` without a cast, as bytes of the file that holds the tensor; None where it is more than those."""
@@ -152,7 +153,7 @@ class ModelConverter:
         return entry.mapping.local_shape(self.config, *self.place.of(entry.mapping))
 
     def _fill(self, parameter: torch.Tensor, entry: Entry, source: HfSource, plan: Plan) -> None:
-        dtype = _dtype(source, entry.hf[0])
+        dtype = source.dtype(entry.hf[0])
         if parameter.device.type == "cpu" and parameter.dtype == dtype and parameter.is_contiguous():
             self.read(entry, source, plan, parameter)
             return
@@ -184,10 +185,6 @@ class ModelConverter:
 
 def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def _dtype(source: HfSource, name: str) -> torch.dtype:
-    return getattr(torch, source.tensors[name].dtype)
 
 
 def _raise_not_finite(entry: Entry, source: HfSource) -> NoReturn:

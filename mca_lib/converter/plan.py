@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from mca_lib.converter.mapping import Mapping as WeightMapping
+from mca_lib.converter.stacked import part_names, whole
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.families.base import Family
@@ -115,6 +116,7 @@ def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: 
     family = family or family_of(config.model_type)
     config = replace(_as_stored(config, source), source_prefixes=family.prefixes_in(source))
     planned = tuple(e for e in entries(config, family) if family.hybrid or e.mapping not in MAMBA_WEIGHTS)
+    source = _in_parts(source, planned)
     problems: dict[str, list[str]] = defaultdict(list)
     problems.update(_mtp_problem(config, source, family))
     for name, count in Counter(e.mca for e in planned).items():
@@ -147,11 +149,20 @@ def make_plan(config: McaModelConfig, source: Mapping[str, TensorInfo], family: 
             problems["of an unsupported dtype"].append(f"{name} ({source[name].dtype})")
     problems["not used by the model"] += sorted(unused - copies.keys())
     _raise(config, problems)
-    dtypes = {n: source[n].dtype for e in planned for n in e.hf}
+    dtypes = {whole(n): source[n].dtype for e in planned for n in e.hf}
     common = Counter(dtypes.values()).most_common(1)[0][0]
     dtypes |= {n: source[n].dtype for n in copies}
     exceptions = {n: d for n, d in dtypes.items() if d != common}
     return Plan(planned, common, exceptions, copies, config.mtp_num_layers, config.source_prefixes)
+
+
+def _in_parts(source: Mapping[str, TensorInfo], planned: tuple[Entry, ...]) -> dict[str, TensorInfo]:
+    """The source with the parts of stacked tensors, of which the plan names parts, in their place."""
+    parts = part_names({n: info.shape for n, info in source.items()}, (n for e in planned for n in e.hf))
+    found = {name: info for name, info in source.items() if name not in parts}
+    for name, names in parts.items():
+        found |= dict.fromkeys(names, TensorInfo(source[name].shape[1:], source[name].dtype))
+    return found
 
 
 def _as_stored(config: McaModelConfig, source: Mapping[str, TensorInfo]) -> McaModelConfig:

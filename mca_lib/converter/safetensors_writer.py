@@ -10,15 +10,17 @@ import math
 import os
 import struct
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import torch
 
 from mca_lib.converter.file_tensor import Content
 from mca_lib.converter.headers import INDEX_FILE, SINGLE_FILE
+from mca_lib.converter.stacked import number, whole
 from mca_lib.errors import ConfigError
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -41,16 +43,32 @@ class ShardedWriter:
     """Writes the tensors of `slots`, in any order and from several threads, into shards of at most `max_shard_bytes`.
 
     A shard is synced and closed when it is full. On exit without an error every slot must be written.
+
+    Args:
+        parts: tensors that come in parts (`stacked`) → the parts' names.
     """
 
-    def __init__(self, directory: Path, slots: Mapping[str, Slot], max_shard_bytes: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        slots: Mapping[str, Slot],
+        max_shard_bytes: int,
+        parts: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
         self.directory = directory
         self.slots = dict(slots)
+        self.pieces = sum(len(parts.get(name, (name,))) for name in slots)
+        """What is to be written one by one."""
         self.total_bytes = sum(s.bytes for s in slots.values())
         self.total_parameters = sum(math.prod(s.shape) for s in slots.values())
         names = _name_shards(_fill_shards(self.slots, max_shard_bytes))
         self._shards = {
-            file: _Shard(directory / file, {n: self.slots[n] for n in held}) for file, held in names.items()
+            file: _Shard(
+                directory / file,
+                {n: self.slots[n] for n in held},
+                {piece for n in held for piece in parts.get(n, (n,))},
+            )
+            for file, held in names.items()
         }
         self._file_of = {name: file for file, held in names.items() for name in held}
         self._lock = threading.Lock()
@@ -69,11 +87,13 @@ class ShardedWriter:
             self._write_index()
 
     def write(self, name: str, content: Content) -> None:
-        """Put one tensor in its place: itself, or the bytes of a file that hold it.
+        """Put one tensor, or a part of one, in its place: itself, or the bytes of a file that hold it.
 
         Raises RuntimeError when it was written before or is not what was planned.
         """
-        slot, shard = self.slots[name], self._shards[self._file_of[name]]
+        slot, shard = self.slots[whole(name)], self._shards[self._file_of[whole(name)]]
+        if number(name) is not None:
+            slot = Slot(slot.shape[1:], slot.dtype)
         if isinstance(content, torch.Tensor):
             fits, found = (tuple(content.shape), content.dtype) == (slot.shape, slot.dtype), content.dtype
         else:
@@ -86,7 +106,7 @@ class ShardedWriter:
                 raise RuntimeError(f"{name}: written twice")
             shard.missing.discard(name)
             shard.open()
-        shard.write(name, content)
+        shard.write(whole(name), content, offset=slot.bytes * (number(name) or 0))
         with self._lock:
             shard.unfinished.discard(name)
             full = not shard.unfinished
@@ -104,9 +124,9 @@ class ShardedWriter:
 class _Shard:
     """One safetensors file: its header first, then the tensors wherever they belong."""
 
-    def __init__(self, path: Path, slots: Mapping[str, Slot]) -> None:
+    def __init__(self, path: Path, slots: Mapping[str, Slot], pieces: set[str]) -> None:
         self.path = path
-        self.missing, self.unfinished = set(slots), set(slots)
+        self.missing, self.unfinished = set(pieces), set(pieces)
         self._descriptor = -1
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, position = {}, 0
@@ -127,8 +147,9 @@ class _Shard:
             os.posix_fallocate(self._descriptor, 0, self._bytes)  # a full disk shows here, not after hours
             _write_at(self._descriptor, memoryview(self._header), 0)
 
-    def write(self, name: str, content: Content) -> None:
-        position = self._start[name]
+    def write(self, name: str, content: Content, offset: int) -> None:
+        """`offset`: bytes of the tensor before what is written."""
+        position = self._start[name] + offset
         if isinstance(content, torch.Tensor):
             # uint8, because numpy has no bfloat16
             data = memoryview(content.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -116,7 +116,7 @@ class _Stream:
         self.target_config = replace(config, vocab_size=config.vocab_size + added.pop())
         self.fresh = None if translation is None else FreshTensors(translation, config, plan)
         self.entries = {stored.mca: stored for e in plan.entries for stored in stored_entries(e, config)}
-        dtypes = {name: getattr(torch, source.tensors[entry.hf[0]].dtype) for name, entry in self.entries.items()}
+        dtypes = {name: source.dtype(entry.hf[0]) for name, entry in self.entries.items()}
         if self.fresh is not None:
             dtypes |= {name: self.fresh.dtype(name) for name in self.fresh.entries}
         shapes = expected_shapes(self.target_config)

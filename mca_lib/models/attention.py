@@ -7,7 +7,8 @@ one runs a flash kernel (on CPU too, 2 to 5 times faster from 512 tokens on) and
 - context parallelism: keys and values are gathered from all ranks, and each rank's two zigzag chunks of a document
   (see `packing`) attend to what lies before them. Gradients of the gathered tensors are reduce-scattered;
 - sliding windows: a document that is no longer than the window keeps the flash kernel, a longer one is cut into blocks
-  of queries of the window's size, so that a mask is at most window x 2 windows.
+  of queries of the window's size, so that a mask is at most window x 2 windows;
+- attention sinks: a score per head that belongs to no token (https://arxiv.org/abs/2309.17453).
 
 Letters: S tokens on this rank, T tokens of the row, B batch, N query heads, G key/value heads, D head size.
 """
@@ -15,17 +16,20 @@ Letters: S tokens on this rank, T tokens of the row, B batch, N query heads, G k
 import contextlib
 import itertools
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from mca_lib.models.packing import document_bounds, zigzag_index
 
@@ -51,8 +55,13 @@ class SDPACoreAttention(MegatronModule):
         super().__init__(config=config)
         if attn_mask_type not in _CAUSAL:
             raise NotImplementedError(f"attention mask {attn_mask_type}: only causal attention is implemented")
-        if config.softmax_type != "vanilla":
-            raise NotImplementedError("softmax variants are not implemented")
+        self.softmax_offset: torch.nn.Parameter | None = None
+        """[N]: what each head's softmax has for no token, as Megatron names it; see `_with_sinks`."""
+        if config.softmax_type == "learnable":
+            self.softmax_offset = torch.nn.Parameter(self._initial_sinks())
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+        elif config.softmax_type != "vanilla":
+            raise NotImplementedError(f"softmax_type {config.softmax_type} is not implemented")
         self.scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.window: int | None = None
@@ -137,11 +146,15 @@ class SDPACoreAttention(MegatronModule):
         """Attention of the last S of T positions, with a mask where the kernel's own causal one does not do."""
         query_BNSD, key_BGTD, value_BGTD = (t.permute(1, 2, 0, 3) for t in (query_SBND, key_TBGD, value_TBGD))
         queries, keys = query_BNSD.shape[2], key_BGTD.shape[2]
-        mask_ST = None
+        mask_ST, sinks = None, self.softmax_offset is not None
+        if sinks:
+            query_BNSD, key_BGTD, value_BGTD = self._with_sinks(query_BNSD, key_BGTD, value_BGTD)
         if queries != keys:
             mask_ST = torch.ones(queries, keys, dtype=torch.bool, device=query_BNSD.device).tril(keys - queries)
             if self.window is not None:
                 mask_ST = mask_ST.triu(keys - queries + 1 - self.window)
+            if sinks:
+                mask_ST = F.pad(F.pad(mask_ST, (1, 0), value=True), (0, 0, 1, 0), value=True)
         dropout = self.dropout if self.training else 0.0
         with self._dropout_seed(dropout):
             context_BNSD = F.scaled_dot_product_attention(
@@ -154,7 +167,39 @@ class SDPACoreAttention(MegatronModule):
                 scale=self.scale,
                 enable_gqa=query_BNSD.shape[1] != key_BGTD.shape[1],
             )
+        if sinks:
+            context_BNSD = context_BNSD[:, :, 1:, :-1]
         return context_BNSD.permute(2, 0, 1, 3)
+
+    def _with_sinks(
+        self, query_BNSD: torch.Tensor, key_BGTD: torch.Tensor, value_BGTD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The same with a token before the first, of value 0, whose score is the head's sink for every query.
+
+        Queries have one channel more, which holds the sink, and of all keys that of this token alone reads it. So any
+        kernel computes the softmax over scores and sink, and its gradients. The token's own query is of no use, and
+        keeps the causal mask square.
+        """
+        sinks_N11 = (self.softmax_offset.float() / self.scale).type_as(query_BNSD)[:, None, None]
+        sinks_BNS1 = sinks_N11.expand_as(query_BNSD[..., :1])
+        query_BNSD = F.pad(torch.cat([query_BNSD, sinks_BNS1], dim=-1), (0, 0, 1, 0))
+        key_BGTD, value_BGTD = F.pad(key_BGTD, (0, 1, 1, 0)), F.pad(value_BGTD, (0, 1, 1, 0))
+        reads = torch.zeros_like(key_BGTD[0, 0])
+        reads[0, -1] = 1
+        return query_BNSD, key_BGTD + reads, value_BGTD
+
+    def _initial_sinks(self) -> torch.Tensor:
+        """This rank's share of values that do not depend on the tensor parallel size."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        sinks_N = torch.empty(self.config.num_attention_heads, dtype=self.config.params_dtype)
+        if self.config.perform_initialization:
+            self.config.init_method(sinks_N)
+        return sinks_N.chunk(group.size())[group.rank()].clone()
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None) -> dict[str, Any]:
+        """For Megatron's checkpoints: sinks are split over the heads."""
+        state = self.state_dict(keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
     def _dropout_seed(self, dropout: float) -> contextlib.AbstractContextManager[None]:
         """Heads are split over tensor parallel ranks, so each rank must draw its own dropout mask.

@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 
 from mca_lib.errors import CheckpointError, ConfigError, ModelError
 from mca_lib.models.config_checks import (
+    check_biased_experts,
     check_hybrid,
     check_latent_attention,
     check_linear_attention,
@@ -61,7 +62,7 @@ __all__ = [
 FORMAT_VERSION = 2
 
 Dtype = Literal["float32", "bfloat16", "float16"]
-Activation = Literal["swiglu", "geglu", "relu2"]
+Activation = Literal["swiglu", "geglu", "quick_geglu", "relu2"]
 SOURCE_FIELDS = ("source_dtype", "source_dtype_exceptions", "source_copies", "source_prefixes", "hf_config")
 """Fields that say how the source was written, and not what the model is."""
 
@@ -133,7 +134,14 @@ class McaModelConfig(Derived):
     """What attention puts out is multiplied by the sigmoid of a gate, which is projected beside the query."""
     mlp_bias: bool = False
     activation: Activation = "swiglu"
-    """Of MLPs and experts; `geglu` has gelu's tanh form in its gate, `relu2` is relu(x)², without a gate."""
+    """Of MLPs and experts: `geglu` has gelu's tanh form in its gate, `quick_geglu` x·sigmoid(1.702·x); `relu2` is
+    relu(x)², without a gate."""
+    activation_clamp: float | None = None
+    """What goes into a gate is no more than this, and what a gate multiplies is within it at both signs."""
+    glu_linear_offset: float = 0.0
+    """Is added to what a gate multiplies."""
+    attention_sinks: bool = False
+    """Each head's softmax has one more score, which is learned and belongs to no token."""
     qk_layernorm: bool = False
     """Queries and keys have a norm over each head."""
     qk_norm_over_heads: bool = False
@@ -167,6 +175,7 @@ class McaModelConfig(Derived):
                 f"{self.num_query_groups} key/value heads"
             )
         check_norms(self)
+        check_biased_experts(self)
         check_linear_attention(self)
         if self.latent_attention is not None:
             check_latent_attention(self)

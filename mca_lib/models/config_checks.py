@@ -53,6 +53,18 @@ def check_norms(config: "McaModelConfig") -> None:
         raise ModelError("model config: qk_norm_over_heads goes without qk_layernorm and zero_centered_norms")
 
 
+def check_biased_experts(config: "McaModelConfig") -> None:
+    """Megatron has one switch for the biases of experts and routers, and of every other linear layer."""
+    moe = config.moe
+    if moe is None or not moe.bias:
+        return
+    if not (config.qkv_bias and config.attention_output_bias) or config.dense_layers or moe.has_shared:
+        raise ModelError(
+            "model config: moe.bias goes with qkv_bias and attention_output_bias, with experts in every layer, and "
+            "without a shared expert"
+        )
+
+
 def check_rotary(config: "McaModelConfig") -> None:
     """Channels rotate in pairs, and those that do are in the head. A factor of cos and sin is that of all layers."""
     channels, head = config.rotary_channels, config.kv_channels
@@ -80,6 +92,9 @@ _NOT_IN_HYBRIDS: dict[str, tuple[object, str]] = {
     "sliding_rotary_base": (None, "a second rope, for layers with a window"),
     "query_pre_attn_scalar": (None, "scores that are scaled by another number than the head size"),
     "embedding_multiplier": (1.0, "embeddings that are scaled"),
+    "attention_sinks": (False, "attention sinks"),
+    "activation_clamp": (None, "clamped activations"),
+    "glu_linear_offset": (0.0, "an offset beside its gates"),
 }
 """Field → (its neutral value, what another value means)."""
 

@@ -117,6 +117,8 @@ class Experts:
     group_topk: int | None = None
     expert_bias: bool = False
     """A bias per expert that takes part in the choice alone (https://arxiv.org/abs/2408.15664)."""
+    bias: bool = False
+    """The router and the projections of the experts have biases."""
     shared_ffn_hidden_size: int | None = None
     """Of the expert that every token goes to; None: there is none."""
     shared_gate: bool = False

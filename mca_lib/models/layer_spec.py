@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from mca_lib.errors import ConfigError
 from mca_lib.models.attention import SDPACoreAttention
+from mca_lib.models.biased_experts import ExpertRowParallelLinear
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.latent_attention import LatentSelfAttention
 from mca_lib.models.naming import fused_names
@@ -88,6 +89,8 @@ def layer_spec(config: McaModelConfig, has_experts: bool, linear_attention: bool
         mlp.linear_fc1, mlp.linear_fc2 = with_bias(mlp.linear_fc1), with_bias(mlp.linear_fc2)
     if has_experts:
         parts = replace(spec.submodules.mlp.keywords["submodules"], router=RowRouter)
+        if config.moe.bias and not uses_transformer_engine():
+            parts.experts.keywords["submodules"].linear_fc2 = ExpertRowParallelLinear
         spec.submodules.mlp = partial(RowMoELayer, submodules=parts)
     return spec
 

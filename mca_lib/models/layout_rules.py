@@ -144,6 +144,12 @@ def _check_experts(config: McaModelConfig, parallel: ParallelSizes) -> None:
             f"parallel.expert={parallel.expert} does not divide the model's {experts} experts; use one of "
             f"{_divisors(experts)}"
         )
+    if config.moe.bias and expert_tensor_size(parallel) > 1:
+        field = "tensor" if parallel.expert_tensor is None else "expert_tensor"
+        raise ConfigError(
+            f"parallel.{field}={expert_tensor_size(parallel)}: Megatron does not split experts with biases; set "
+            "parallel.expert_tensor: 1"
+        )
     if size % expert_tensor_size(parallel):
         name = "tensor" if parallel.expert_tensor is None else "expert_tensor"
         raise ConfigError(

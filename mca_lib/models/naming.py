@@ -22,7 +22,7 @@ EXPERTS = ".experts.experts."
 _MTP_LAYER = re.compile(r"^mtp\.layers\.(\d+)\.mtp_model_layer\.")
 
 _EXPERT_IN_LAYER = re.compile(
-    r"^mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\..+)|(linear_fc[12]\.weight)(\d+))$"
+    r"^mlp\.experts\.(?:local_experts\.(\d+)\.(linear_fc[12]\..+)|(linear_fc[12]\.(?:weight|bias))(\d+))$"
 )
 """An expert of the local layer, which is a module, or of Transformer Engine's, where all are one module."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.activations import squared_relu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from mca_lib.errors import ConfigError
@@ -21,7 +22,12 @@ from mca_lib.parallel import DistributingParallelArguments, pipeline_communicati
 from mca_lib.platforms import current_platform, uses_transformer_engine
 
 # Megatron's `fast_gelu` is the same with roundings to bf16 in between.
-_ACTIVATIONS = {"swiglu": F.silu, "geglu": partial(F.gelu, approximate="tanh"), "relu2": squared_relu}
+_ACTIVATIONS = {
+    "swiglu": F.silu,
+    "geglu": partial(F.gelu, approximate="tanh"),
+    "quick_geglu": quick_gelu,
+    "relu2": squared_relu,
+}
 
 
 def transformer_config(
@@ -66,11 +72,14 @@ def transformer_config(
         layernorm_epsilon=config.norm_epsilon,
         layernorm_zero_centered_gamma=config.zero_centered_norms,
         qk_layernorm=config.qk_layernorm or config.latent_attention is not None,
-        add_bias_linear=False,
+        add_bias_linear=config.moe is not None and config.moe.bias,
         add_qkv_bias=config.qkv_bias,
         attention_output_gate=config.attention_output_gate,
         gated_linear_unit=config.gated,
         activation_func=_ACTIVATIONS[config.activation],
+        activation_func_clamp_value=config.activation_clamp,
+        glu_linear_offset=config.glu_linear_offset,
+        softmax_type="learnable" if config.attention_sinks else "vanilla",
         attention_dropout=config.attention_dropout,
         softmax_scale=_softmax_scale(config),
         **_window(config),

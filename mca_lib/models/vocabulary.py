@@ -108,6 +108,10 @@ class GrownSource:
             if info.shape[0] == self.count:  # else the plan has something to say
                 self.tensors[name] = TensorInfo((size, *info.shape[1:]), info.dtype)
 
+    def dtype(self, name: str) -> torch.dtype:
+        """As `HfSource.dtype`."""
+        return self.source.dtype(name)
+
     def slice(self, name: str) -> TensorSlice:
         """The tensor, to be indexed."""
         old = self.source.slice(name)

@@ -83,7 +83,7 @@ class Card:
     """What the loss tokens are."""
     limits: Limits
     own_difference: Measured
-    """transformers' SDPA attention against its eager one: the yardstick."""
+    """transformers' SDPA attention, or float64, against its eager one: the yardstick; see `reference`."""
     layouts: tuple[LayoutResult, ...]
     sensitivity: tuple[Sensitivity, ...]
     unsupported: tuple[str, ...]
@@ -202,8 +202,8 @@ def markdown(card: Card) -> str:
         f"Model type `{card.model_type}`, {card.parameters:,} parameters. fp32 logits of Megatron-Core",
         f"against `transformers` (eager attention, fp32) on {card.sample_tokens} tokens; loss tokens are",
         f"{card.loss_tokens}. Limits: max |Δ| ≤ {limits.max_difference:.2g}, mean KL ≤ {limits.kl:.2g}.",
-        "Yardstick: `transformers` with SDPA attention differs from itself with eager attention by",
-        f"max |Δ| {own.max_difference:.2g}, KL {own.kl:.2g}.",
+        "Yardstick: `transformers` with SDPA attention (or in float64, where it has none) differs from itself with",
+        f"eager attention by max |Δ| {own.max_difference:.2g}, KL {own.kl:.2g}.",
         "Source and result are the same directory, read by two libraries: weights that are wrong but finite pass.",
         "",
         *_layout_table(card),

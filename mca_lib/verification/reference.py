@@ -22,18 +22,23 @@ LOGITS_FILE = "reference.safetensors"
 
 def write_reference(directory: Path, work: Path, sample: Sample) -> float:
     """Write transformers' logits of the sample into `work`; returns the largest |logit|."""
-    rows = _logits(directory, "eager", sample)
+    rows = _logits(directory, "eager", torch.float32, sample)
     save_file({f"row.{i}": row_SV for i, row_SV in enumerate(rows)}, work / LOGITS_FILE)
     return max(row_SV.abs().max().item() for row_SV in rows)
 
 
 def own_difference(directory: Path, work: Path, sample: Sample) -> dict[str, Any]:
-    """transformers' SDPA attention against its eager one: how far equal mathematics in fp32 is apart."""
+    """transformers' SDPA attention against its eager one: how far equal mathematics in fp32 is apart.
+
+    With attention sinks, for which it has no SDPA, its eager one in float64 instead.
+    """
     from dataclasses import asdict
 
     from safetensors import safe_open
 
-    logits_BSV = torch.stack(_logits(directory, "sdpa", sample))
+    sinks = McaModelConfig.from_pretrained(directory).attention_sinks
+    how = ("eager", torch.float64) if sinks else ("sdpa", torch.float32)
+    logits_BSV = torch.stack(_logits(directory, *how, sample))
     with safe_open(work / LOGITS_FILE, framework="pt") as file:
         rows = (file.get_tensor(f"row.{i}") for i in range(len(sample.ids_BS)))
         everything, _ = difference(rows, logits_BSV, torch.tensor(sample.loss_BS))
@@ -56,7 +61,7 @@ def greedy(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[l
     return outputs
 
 
-def _load(directory: Path, attention: str = "eager") -> Any:
+def _load(directory: Path, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     use_cores()
@@ -64,7 +69,7 @@ def _load(directory: Path, attention: str = "eager") -> Any:
     auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
     return auto.from_pretrained(
         directory,
-        dtype=torch.float32,
+        dtype=dtype,
         attn_implementation=attention,
         local_files_only=True,
         trust_remote_code=False,
@@ -78,9 +83,11 @@ def use_cores() -> None:
     torch.set_num_threads(max(1, cores // int(os.environ["WORLD_SIZE"])))
 
 
-def _logits(directory: Path, attention: str, sample: Sample) -> list[torch.Tensor]:
-    model = _load(directory, attention)
+def _logits(directory: Path, attention: str, dtype: torch.dtype, sample: Sample) -> list[torch.Tensor]:
+    model = _load(directory, attention, dtype)
     config = McaModelConfig.from_pretrained(directory)
+    if dtype == torch.float64 and config.moe is not None:
+        model.set_experts_implementation("eager")  # the kernel that takes all experts at once has no float64
     with torch.no_grad():
         return [
             model(torch.tensor([ids_S]), use_cache=False, **_images(config, sample, row)).logits[0].float()

@@ -40,6 +40,8 @@ def make_tiny(directory: Path, model_type: str, seed: int = 0) -> Path:
                 tensor.normal_(0, 0.3)
             elif name.endswith("linear_attn.A_log"):
                 tensor.uniform_(-4, 1)  # heads that remember a row of tokens, and such that forget at once
+            elif name.endswith("sinks"):
+                tensor.normal_()
             elif "norm" in name:
                 tensor.add_(torch.rand_like(tensor) - 0.5)  # to the 1 or the 0 that is neutral
             elif name.endswith((".D", ".A_log")):
@@ -59,6 +61,7 @@ def _add_missing(directory: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     from mca_lib.converter.plan import entries
+    from mca_lib.converter.stacked import whole
     from mca_lib.models.config import McaModelConfig
     from mca_lib.models.registry import family_of
 
@@ -69,7 +72,7 @@ def _add_missing(directory: Path) -> None:
         name: shape
         for entry in entries(config)
         for name, shape in zip(entry.hf, entry.mapping.hf_shapes(config), strict=True)
-        if name not in tensors
+        if whole(name) not in tensors
     }
     if missing:
         torch.manual_seed(1)

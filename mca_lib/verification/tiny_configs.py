@@ -170,6 +170,14 @@ TINY: dict[str, dict[str, Any]] = {
             "deepstack_visual_indexes": [0, 2],
         },
     },
+    "gpt_oss": {
+        "head_dim": 12,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 17,
+        "swiglu_limit": 1.5,
+        "rope_parameters": YARN_ROPE | {"truncate": False},
+    },
     "olmo2": {"head_dim": 12, "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
     "qwen3_next": {
         **EXPERTS,

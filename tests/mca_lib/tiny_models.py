@@ -132,6 +132,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         },
         "pad_token_id": None,
     },
+    "gpt-oss": {
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 12,
+        "sliding_window": 7,
+        "swiglu_limit": 1.5,
+        "rope_parameters": {**YARN_ROPE, "truncate": False},
+    },
     "olmo2": {"model_type": "olmo2", "head_dim": 12, "attention_bias": True, "pad_token_id": None},
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
     "qwen3-moe": {"model_type": "qwen3_moe", "head_dim": 12, "num_experts": 8, "norm_topk_prob": True, **QWEN_EXPERTS},
@@ -211,6 +220,8 @@ def hf_model(variant: str, dtype: str = "float32", seed: int = 0, **changes: Any
                 parameter.normal_(0, 0.3)
             elif name.endswith("linear_attn.A_log"):
                 parameter.uniform_(-4, 1)  # heads that remember a row of tokens, and such that forget at once
+            elif name.endswith(("sinks", "router.weight")):
+                parameter.normal_()
             elif "norm" in name:
                 parameter.add_(torch.rand_like(parameter) - 0.5)  # to the 1 or the 0 that is neutral
     return _ready(model, getattr(torch, dtype))

@@ -19,6 +19,7 @@ from mca_lib.models.config import (
     LatentAttention,
     Mamba2,
     McaModelConfig,
+    RopeScaling,
 )
 from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.layers import PatternRule
@@ -129,6 +130,8 @@ class Family:
     """Fields of `McaModelConfig` that follow from several of the Hugging Face config, which an export leaves as is."""
     rope_base: float = DEFAULT_BASE
     """transformers' base where the config gives none."""
+    default_rope: RopeScaling | None = None
+    """transformers' scaling where the config gives neither `rope_scaling` nor `rope_parameters`."""
     sliding_rope_base: float | None = None
     """The same of layers with a window; None: they have the rope of the others."""
     rotary_share: float | None = None
@@ -232,14 +235,22 @@ class Family:
                 hf[name] = value
         hf = self.window.write(hf, (config.sliding_window, config.full_attention_layers))
         rope, partial = (config.rotary_base, config.rope_scaling), self.rotary_share is not None
+        if self._has_default_rope(hf) and self._ropes(hf)[0] == rope:
+            return hf
         if self.sliding_rope_base is not None:
             ropes = rope, config.sliding_rotary_base
             return ropes_to_hf(hf, ropes, transformers, self.rope_base, self.sliding_rope_base)
         hf = rope_to_hf(hf, rope, transformers, self.rope_base, partial=partial)
         return channels_to_hf(hf, config.rotary_channels, config.kv_channels, self.rotary_share, transformers)
 
+    def _has_default_rope(self, hf: HfConfig) -> bool:
+        return self.default_rope is not None and not (hf.get("rope_scaling") or hf.get("rope_parameters"))
+
     def _ropes(self, hf: HfConfig) -> tuple[Rope, float | None]:
         """(rope, base in layers with a window where they have one of their own)."""
+        if self._has_default_rope(hf):
+            base = hf.get("rope_theta")
+            return (self.rope_base if base is None else float(base), self.default_rope), None
         if self.sliding_rope_base is not None:
             return ropes_from_hf(hf, self.rope_base, self.sliding_rope_base)
         return rope_from_hf(hf, self.rope_base, partial=self.rotary_share is not None), None

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mca_lib.converter.stacked import number, whole
 from tests.mca_lib.tiny_models import hf_model, mtp_as_stored, mtp_model, save_hf, token_ids
 
 DOCUMENTS = (8, 16, 4, 20)
@@ -190,12 +191,19 @@ def _worst_gradient(models: Any, gradients: dict[str, Any]) -> tuple[float, str,
     worst, worst_name, count = 0.0, "", 0
     for name, parameter in models.named_parameters():
         row = rows[name]
-        expected = row.mapping.to_mca([gradients[n] for n in row.hf], models.mca_config, *place.of(row.mapping))
+        parts = [_as_named(gradients, n) for n in row.hf]
+        expected = row.mapping.to_mca(parts, models.mca_config, *place.of(row.mapping))
         error = ((parameter.main_grad - expected).norm() / expected.norm()).item()
         count += 1
         if not error <= worst:
             worst, worst_name = error, name
     return worst, worst_name, count
+
+
+def _as_named(tensors: dict[str, Any], name: str) -> Any:
+    """A tensor, or the part of a stacked one."""
+    stacked = tensors[whole(name)]
+    return stacked if number(name) is None else stacked[number(name)]
 
 
 def _gradients_as_stored(hf: Any, mtp: Any | None) -> dict[str, Any]:
