@@ -27,15 +27,12 @@ this needs no torch.
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import TYPE_CHECKING, ClassVar
 
-from mca_lib.converter.mapping import PADDING, Mapping, Segment, Shape
+from mca_lib.converter.mapping import PADDING, Dim, Mapping, Segment, Shape, share, sizes
 
 if TYPE_CHECKING:
     from mca_lib.models.config import McaModelConfig
-
-Dim = str | int
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Replicated(Mapping):
     dims: tuple[Dim, ...]
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
-        return (_sizes(config, self.dims),)
+        return (sizes(config, self.dims),)
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
         yield Segment(0, 0, self.hf_shapes(config)[0][0])
@@ -58,10 +55,10 @@ class Column(Mapping):
     dims: tuple[Dim, ...]
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
-        return (_sizes(config, self.dims),)
+        return (sizes(config, self.dims),)
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        yield Segment(0, *_share(self.hf_shapes(config)[0][0], rank, size))
+        yield Segment(0, *share(self.hf_shapes(config)[0][0], rank, size))
 
 
 @dataclass(frozen=True)
@@ -72,10 +69,10 @@ class Row(Mapping):
     dims: tuple[str, str]
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
-        return (_sizes(config, self.dims),)
+        return (sizes(config, self.dims),)
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        yield Segment(0, *_share(self.hf_shapes(config)[0][1], rank, size))
+        yield Segment(0, *share(self.hf_shapes(config)[0][1], rank, size))
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Vocabulary(Mapping):
         return ((config.vocab_size, config.hidden_size),)
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        start, stop = _share(padded_vocab_size(config.vocab_size, size), rank, size)
+        start, stop = share(padded_vocab_size(config.vocab_size, size), rank, size)
         last = config.vocab_size
         if start < last:
             yield Segment(0, start, min(stop, last))
@@ -105,11 +102,11 @@ class QKV(Mapping):
     """Dimensions beside the rows: the hidden size, or nothing for a bias."""
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
-        tail = _sizes(config, self.columns)
+        tail = sizes(config, self.columns)
         return ((config.query_size, *tail), (config.kv_size, *tail), (config.kv_size, *tail))
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        begin, end = _share(config.query_size + 2 * config.kv_size, rank, size)
+        begin, end = share(config.query_size + 2 * config.kv_size, rank, size)
         head, groups = config.kv_channels, config.num_query_groups
         queries = config.query_size // groups
         position = 0
@@ -134,7 +131,7 @@ class GatedQKV(QKV):
         return ((2 * query[0], *query[1:]), *others)
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        begin, end = _share(2 * (config.query_size + config.kv_size), rank, size)
+        begin, end = share(2 * (config.query_size + config.kv_size), rank, size)
         head, groups = config.kv_channels, config.num_query_groups
         of_group = config.num_attention_heads // groups
         position = 0
@@ -156,10 +153,10 @@ class GatedMLP(Mapping):
     """Of one half."""
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
-        return (_sizes(config, self.dims),) * 2
+        return (sizes(config, self.dims),) * 2
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
-        start, stop = _share(self.hf_shapes(config)[0][0], rank, size)
+        start, stop = share(self.hf_shapes(config)[0][0], rank, size)
         yield Segment(0, start, stop)
         yield Segment(1, start, stop)
 
@@ -181,7 +178,7 @@ class Packed(Mapping):
     groups: Dim = field(default=1, kw_only=True)
 
     def hf_shapes(self, config: "McaModelConfig") -> tuple[Shape, ...]:
-        columns = _sizes(config, self.columns)
+        columns = sizes(config, self.columns)
         return tuple((sum(rows), *columns) for rows in self._source_rows(config))
 
     def segments(self, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
@@ -190,13 +187,13 @@ class Packed(Mapping):
 
     def part_segments(self, number: int, config: "McaModelConfig", rank: int, size: int) -> Iterator[Segment]:
         """What the rank owns of one part."""
-        (groups,) = _sizes(config, (self.groups,))
+        (groups,) = sizes(config, (self.groups,))
         source = 0
         for rows in self._source_rows(config):
             if number < len(rows):
                 break
             source, number = source + 1, number - len(rows)
-        begin, end = _share(rows[number], rank, size)
+        begin, end = share(rows[number], rank, size)
         of_group, stride, before = rows[number] // groups, sum(rows) // groups, sum(rows[:number]) // groups
         for group in range(groups):
             lo, hi = max(begin, group * of_group), min(end, (group + 1) * of_group)
@@ -205,8 +202,8 @@ class Packed(Mapping):
                 yield Segment(source, lo + offset, hi + offset)
 
     def stored_parts(self, config: "McaModelConfig") -> tuple[tuple[str, Shape], ...]:
-        columns = _sizes(config, self.columns)
-        return tuple((f".{name}", (*_sizes(config, (rows,)), *columns)) for name, rows in self.parts)
+        columns = sizes(config, self.columns)
+        return tuple((f".{name}", (*sizes(config, (rows,)), *columns)) for name, rows in self.parts)
 
     def part(self, suffix: str) -> "PackedPart":
         """The tensor that a checkpoint stores under this suffix, of `stored_parts`."""
@@ -215,7 +212,7 @@ class Packed(Mapping):
 
     def _source_rows(self, config: "McaModelConfig") -> list[Shape]:
         """Rows of the parts in each tensor of the source."""
-        rows = iter(_sizes(config, tuple(rows for _, rows in self.parts)))
+        rows = iter(sizes(config, tuple(rows for _, rows in self.parts)))
         return [tuple(itertools.islice(rows, count)) for count in self.hf_parts or (len(self.parts),)]
 
 
@@ -236,14 +233,3 @@ class PackedPart(Mapping):
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     """Smallest multiple of `tensor_parallel` that holds the vocabulary."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel
-
-
-def _share(length: int, rank: int, size: int) -> tuple[int, int]:
-    if length % size:
-        raise ValueError(f"{length} does not divide by {size} ranks; check_layout should have refused this")
-    share = length // size
-    return rank * share, (rank + 1) * share
-
-
-def _sizes(config: "McaModelConfig", dims: tuple[Dim, ...]) -> Shape:
-    return tuple(d if isinstance(d, int) else attrgetter(d)(config) for d in dims)
