@@ -50,7 +50,7 @@ def test_killed_it_leaves_no_process_and_the_next_run_resumes_to_the_same_bits(r
     await_checkpoint(killed)
     assert len(killed.family()) >= 5, "the flow, its server, torchrun and two ranks"
     killed.signal(signal.SIGKILL)
-    killed.seconds_until_gone(limit=10)
+    killed.seconds_until_gone()
     assert not (killed.store / "train").exists()
     ((entry, is_alive), *_) = entries(ArtifactStore(killed.store))
     assert (entry.state, is_alive) == ("running", False), "nothing is kept for a dead run"
@@ -67,7 +67,7 @@ def test_terminated_it_saves_a_checkpoint_and_leaves_no_process_and_nothing_that
     await_checkpoint(terminated)
     terminated.signal(signal.SIGTERM)
     assert terminated.wait() == 128 + signal.SIGTERM
-    terminated.seconds_until_gone(limit=10)
+    terminated.seconds_until_gone()
     assert newest_checkpoint(terminated.store) >= terminated.trained_steps()[-1]
     assert f"it goes on from checkpoint-{newest_checkpoint(terminated.store)}" in terminated.output()
     assert "the same command goes on from what is finished" in terminated.output()

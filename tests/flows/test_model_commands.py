@@ -211,7 +211,7 @@ def test_verify_model_that_is_killed_leaves_no_process(model: Path, tmp_path: Pa
     finally:
         run.send_signal(signal.SIGKILL)
         run.wait()
-    assert psutil.wait_procs(family, timeout=20)[1] == []
+    assert psutil.wait_procs(family, timeout=60)[1] == []
 
 
 def test_convert_that_is_terminated_leaves_nothing(model: Path, tmp_path: Path) -> None:

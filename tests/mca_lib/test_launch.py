@@ -58,5 +58,5 @@ def test_it_listens_on_loopback_only_and_its_ranks_keep_their_memory_and_die_wit
     assert set(listening) == {"127.0.0.1"}
     launcher.send_signal(signal.SIGKILL)
     launcher.wait()
-    _, alive = psutil.wait_procs(ranks, timeout=10)
+    _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not [rank for rank in alive if rank.status() != psutil.STATUS_ZOMBIE]

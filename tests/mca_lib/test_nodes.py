@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,6 +67,12 @@ class Machines:
                     continue
         return [psutil.Process(int(path.read_text())) for path in found]
 
+    def await_output(self, process: subprocess.Popen, text: str) -> None:
+        log = self.folder / f"process-{self.processes.index(process)}.log"
+        while text not in log.read_text():
+            assert process.poll() is None, self.output()
+            time.sleep(0.05)
+
     def order(self, text: str) -> None:
         (self.folder / "new").write_text(text)
         (self.folder / "new").rename(self.folder / "orders")
@@ -88,7 +95,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
 
 
 def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=10)
+    _, alive = psutil.wait_procs(processes, timeout=60)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 
@@ -146,8 +153,9 @@ def test_agents_notice_that_the_head_is_gone(machines: Machines):
 
 
 def test_machines_that_do_not_come_are_counted(machines: Machines):
-    head = machines.head(nnodes=3, patience=3.0)
     agent = machines.agent()
+    machines.await_output(agent, "waiting for a run")  # what it imports is none of the head's three seconds
+    head = machines.head(nnodes=3, patience=3.0)
     assert (head.wait(60), agent.wait(60)) == (2, 2), machines.output()
     assert machines.failure()["message"].startswith("launcher.nnodes: 2 of 3 machines came within 3 s; run `mcaflow ")
 

@@ -71,9 +71,9 @@ def test_second_taker_waits_for_the_first_and_says_for_whom(folder: Path, quick:
     with take(folder):
         thread = threading.Thread(target=second)
         thread.start()
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         order.append("first")
-    thread.join(10)
+    thread.join(60)
     assert order == ["first", "second"]
     assert waits == [f"waiting for {NAME}: process {os.getpid()} on {Owner.me().host} is computing it"]
 
@@ -127,7 +127,7 @@ def test_holder_whose_heart_beats_is_not_replaced(folder: Path, quick: None) -> 
         thread.start()
     assert not taken.wait(3 * module.STALE_SECONDS)
     stop.set()
-    assert taken.wait(10)
+    assert taken.wait(60)
     for thread in threads:
         thread.join()
 
@@ -214,7 +214,7 @@ def test_wait_ends_when_the_run_is_cancelled(folder: Path) -> None:
     with take(folder):
         thread = threading.Thread(target=wait)
         thread.start()
-        assert waiting.wait(10)
+        assert waiting.wait(60)
         cancel_all()
-        thread.join(10)
+        thread.join(60)
         assert ended == [True]

@@ -223,9 +223,9 @@ def test_runs_that_do_not_see_each_others_lease_still_agree(store: ArtifactStore
 
     class Together(Letter):
         def produce(self, ctx: StageContext) -> Produced:
-            barrier.wait(10)
+            barrier.wait(60)
             produced = super().produce(ctx)
-            barrier.wait(10)
+            barrier.wait(60)
             return produced
 
     def run() -> None:

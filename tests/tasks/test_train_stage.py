@@ -185,7 +185,7 @@ def test_two_machines_train_to_the_same_bits_as_one(folder, trained):
     two = LauncherConfig(kind="nodes", nnodes=2, rdzv_endpoint=endpoint, interface="lo")
     try:
         artifact = ensure(store, replace(stage(store, folder), launcher=two)).artifact
-        assert agent.wait(30) == 0
+        assert agent.wait(60) == 0
     finally:
         agent.kill()
         agent.wait()
