@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.tree import Tree
 
 from flows.console import make_console, plain_table
+from flows.run_page import report_path
 from tasks.ledger import Entry, users
 from tasks.store import Artifact, ArtifactStore, Lineage
 
@@ -45,6 +46,8 @@ def show_artifact(store: Path, reference: str) -> None:
     console.print(f"[bold]{artifact.stage}/{artifact.key}[/]", highlight=False)
     facts = plain_table("", "", show_header=False)
     facts.add_row("path", str(artifact.path))
+    if artifact.stage == "evaluate" and (page := report_path(opened, artifact)):
+        facts.add_row("report", str(page))
     facts.add_row("digest", artifact.digest)
     facts.add_row("made", f"{record.producer.started} on {record.producer.host} in {record.producer.seconds:.1f} s")
     facts.add_row("with", ", ".join(f"{name} {version}" for name, version in record.producer.libraries.items()))
@@ -52,7 +55,9 @@ def show_artifact(store: Path, reference: str) -> None:
         facts.add_row("used by", ", ".join(f"{name} ({_times(count)})" for name, count in _recipes(runs).items()))
         facts.add_row("last used", runs[0].started)
     console.print(facts)
-    for title, content in (("key is made of", record.payload), ("statistics", record.stats)):
+    # A curve's points are for the report.
+    statistics = {name: value for name, value in record.stats.items() if name != "curves"}
+    for title, content in (("key is made of", record.payload), ("statistics", statistics)):
         console.print(f"[bold]{title}[/]")
         console.print_json(json.dumps(content))
     files = plain_table("file", "size", "blake3")

@@ -175,7 +175,7 @@ def _print_result(console: Console, config: PipelineConfig, result: "PipelineRes
         stages.add_row(name, mark, f"{outcome.seconds:.1f}", f"{name}/{outcome.artifact.key[:12]}")
     console.print()
     console.print(stages)
-    from flows.report import hybrid_summary
+    from flows.run_page import hybrid_summary, report_path
 
     if summary := hybrid_summary(config, result.outcomes):
         console.print(f"\nhybrid {summary}", highlight=False, markup=False, soft_wrap=True)
@@ -190,6 +190,10 @@ def _print_result(console: Console, config: PipelineConfig, result: "PipelineRes
         if stage in result.outcomes:
             path = result.outcomes[stage].artifact.path / file
             console.print(f"{name}: {path}", highlight=False, soft_wrap=True)
+    if "evaluate" in result.outcomes and (
+        page := report_path(config.store.open(), result.outcomes["evaluate"].artifact)
+    ):
+        console.print(f"report: {page}", highlight=False, soft_wrap=True)
 
 
 def _print_evaluation(console: Console, result: "PipelineResult") -> None:

@@ -3,8 +3,10 @@
 metrics.json     loss, perplexity, accuracy per model, and their difference with its standard error; tasks
 samples.jsonl    what both models answer to the same prompts
 report.md        both, as tables
+report.html      the same with curves, data and lineage: one file that needs nothing else
 """
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -14,9 +16,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
+from mca_lib.evaluation.page import html_page
 from mca_lib.evaluation.task_checks import check_engine, check_hub, find_tasks, has_vllm, hub_datasets, measures
 from tasks.canonical import JSON
 from tasks.contract import Input, Produced, Stage, StageContext
+from tasks.evaluation_page import report_of
 from tasks.report import Reporter
 from tasks.section import Execution, Section
 from tasks.store import Artifact, ArtifactStore
@@ -155,7 +159,17 @@ class EvaluateStage(Stage):
             "tasks": tasks if config.tasks else None,
         }
         secrets = ("HF_TOKEN",) if config.tasks else ()  # data of tasks may be gated
-        return Produced(stats=ctx.run_job("evaluate", spec, env=ENVIRONMENT, secrets=secrets))
+        metrics = ctx.run_job("evaluate", spec, env=ENVIRONMENT, secrets=secrets)
+        inputs = {"base": self.base, "trained": self.trained, "dataset": self.dataset}
+        report = report_of(ctx.store, inputs, metrics, read_samples(ctx.staging))
+        (ctx.staging / "report.html").write_text(html_page(report), encoding="utf-8")
+        return Produced(stats=metrics)
+
+
+def read_samples(folder: Path) -> list[dict[str, Any]]:
+    """What the models answered, of an evaluation's directory."""
+    # Not `splitlines`: U+2028 and the like stand in texts as they are.
+    return [json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").split("\n") if line]
 
 
 _OF_ROWS = ("max_rows", "dtype", "prompts", "num_samples", "max_new_tokens", "batch_size")

@@ -17,7 +17,7 @@ from mca_lib.checkpoint.sealed import naming
 from mca_lib.trainers.engine import StepMetrics
 from mca_lib.trainers.names import LOG_NAME
 
-CURVE_POINTS = 20
+CURVE_POINTS = 100
 
 
 @dataclass

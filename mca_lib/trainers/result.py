@@ -84,7 +84,7 @@ class TrainResult:
     def write(self, output_dir: Path) -> None:
         """Whole or not at all, with the curves of the log; one rank only."""
         temporary = output_dir / f".{RESULT_NAME}"
-        curves = {name: curve(read_log(output_dir), name) for name in ("loss", "eval_loss")}
+        curves = {name: curve(read_log(output_dir), name) for name in ("loss", "eval_loss", "learning_rate")}
         temporary.write_text(json.dumps(asdict(self) | {"curves": curves}, indent=1))
         sync(temporary, deep=False)
         os.replace(temporary, output_dir / RESULT_NAME)

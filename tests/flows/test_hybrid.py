@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from flows.pipeline import pipeline
 from flows.plan import make_plan
 from flows.recipe import PipelineConfig
-from flows.report import hybrid_summary
+from flows.run_page import hybrid_summary
 from mca_lib.evaluate import load_model
 from tasks.store import ArtifactStore
 from tests.flows.finished import Run

@@ -15,6 +15,7 @@ from flows.graph import nodes_of
 from flows.pipeline import PipelineResult, pipeline
 from flows.preflight import check_pending
 from flows.report import compared, evaluation_metrics
+from flows.run_page import report_path
 from mca_lib.errors import ConfigError, DataError
 from mca_lib.evaluation.report import comparison
 from tasks.aliases import Aliases
@@ -70,7 +71,12 @@ def test_a_run_leaves_its_evaluation_and_its_stages_in_prefect(run: Run):
         found = client.read_artifacts(
             artifact_filter=ArtifactFilter(flow_run_id={"any_": [state.state_details.flow_run_id]})
         )
-    assert {artifact.key for artifact in found} == {"evaluation", "run"}
+    pages = {artifact.key: artifact.data for artifact in found}
+    assert set(pages) == {"evaluation", "run"}
+    page = report_path(run.config.store.open(), state.result().outcomes["evaluate"].artifact)
+    assert f"Report: `{page}`" in pages["run"]
+    assert "![loss](data:image/svg+xml;base64," in pages["run"]
+    assert "s of computation spared" in page.read_text()
 
 
 def test_a_damaged_conversion_is_computed_again_and_training_is_not(run: Run):

@@ -91,6 +91,17 @@ def test_artifact_holds_figures_samples_and_report(evaluated):
     assert "| held-out loss |" in (evaluated.path / "report.md").read_text()
 
 
+def test_the_html_report_has_figures_data_and_lineage_and_is_always_the_same(store, stage, evaluated):
+    text = (evaluated.path / "report.html").read_text()
+    assert f"{evaluated.stats['models']['trained']['loss']:.4f}" in text
+    assert QUESTION in text
+    for artifact in (stage.base, stage.trained, stage.dataset):
+        assert artifact.key in text
+        assert str(artifact.path) not in text, "where things lie is no part of an evaluation"
+    again = ensure(store, stage, refresh=True).artifact
+    assert again.record.files == evaluated.record.files
+
+
 def test_second_run_is_served_from_the_store(store, stage, evaluated):
     assert ensure(store, stage).cached
 
