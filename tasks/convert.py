@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from mca_lib.models import size
 from mca_lib.models.config import McaModelConfig, read_hf_config
+from mca_lib.models.families.quantization import is_mxfp4
 from tasks.canonical import JSON
 from tasks.checkpoint_config import HYBRID_ALONE, CheckpointConfig
 from tasks.contract import Input, Produced, Stage, StageContext
@@ -47,6 +48,7 @@ class ConvertStage(Stage):
 def converted_bytes(model_dir: Path, hybrid: McaModelConfig | None = None) -> int:
     """Bytes of the weights of a Hugging Face directory as a checkpoint, or of the hybrid that is made of it."""
     weights = sum(file.stat().st_size for file in model_dir.glob("*.safetensors"))
-    if read_hf_config(model_dir).get("quantization_config") is not None:
-        weights *= 2  # FP8 becomes bf16
+    hf = read_hf_config(model_dir)
+    if hf.get("quantization_config") is not None:
+        weights *= 4 if is_mxfp4(hf) else 2  # 4 bits, or 8, become 16
     return weights if hybrid is None else weights * size.total(hybrid) // size.total(hybrid.transformer)

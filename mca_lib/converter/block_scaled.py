@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mca_lib.converter.mxfp4 import unpacked
 from mca_lib.converter.plan import TensorInfo
 from mca_lib.errors import ModelError
-from mca_lib.models.families.quantization import block_size
+from mca_lib.models.families.quantization import block_size, is_mxfp4
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,8 @@ def dequantized(tensors: Mapping[str, TensorInfo], hf: Mapping[str, Any]) -> dic
         ModelError: a quantized tensor lacks its scale, or a scale has another shape or dtype than its tensor needs.
     """
     block = block_size(hf)
+    if is_mxfp4(hf):
+        return unpacked(tensors)
     if block is None:
         return dict(tensors)
     result = {}

@@ -14,6 +14,7 @@ from mca_lib.converter.block_scaled import BlockScaled, block_size, dequantized,
 from mca_lib.converter.file_tensor import FileTensor, ReadCounter
 from mca_lib.converter.headers import StoredTensor, check_against_index, read_layout, weight_files
 from mca_lib.converter.mapping import TensorSlice
+from mca_lib.converter.mxfp4 import BLOCKS, SCALES, Mxfp4
 from mca_lib.converter.plan import TensorInfo
 from mca_lib.converter.stacked import StackedPart, number, whole
 from mca_lib.converter.stacked_experts import expert_parts, stacks_experts
@@ -69,6 +70,8 @@ class HfSource:
         """The tensor, or the part of a stacked one, to be indexed."""
         if (part := number(name)) is not None:
             return StackedPart(self.slice(whole(name)), part)
+        if name not in self._stored:
+            return Mxfp4(self._raw(name + BLOCKS), self._raw(name + SCALES), self.tensors[name].shape, name)
         info = self._stored[name].info
         if self.tensors[name] == info:
             return self._raw(name)
@@ -76,7 +79,8 @@ class HfSource:
 
     def file(self, name: str) -> Path:
         """The file that holds the tensor."""
-        return self._file[whole(name)]
+        name = whole(name)
+        return self._file[name if name in self._file else name + BLOCKS]
 
     def _raw(self, name: str) -> TensorSlice:
         path, stored = self._file[name], self._stored[name]

@@ -217,6 +217,11 @@ def _changed_config(hf: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         return told, hf | {"text_config": text}
     if not config.rotary:
         return "the norms' epsilon twice as large", hf | {"layer_norm_epsilon": 2 * config.norm_epsilon}
+    if config.sliding_rotary_base is not None:  # the other rope stays
+        ropes = hf.get("rope_parameters") or {}
+        full = {"rope_parameters": ropes["full_attention"]} if ropes.get("full_attention") else {}
+        told, changed = _changed_rope({k: v for k, v in hf.items() if k != "rope_parameters"} | full)
+        return told, changed | {"rope_parameters": {**ropes, "full_attention": changed["rope_parameters"]}}
     return _changed_rope(hf)
 
 

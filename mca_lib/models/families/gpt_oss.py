@@ -59,7 +59,7 @@ FAMILY = Family(
     neutral=(
         *MOE_NEUTRAL,
         # Megatron has one switch for these biases and for those of the experts, which are not optional.
-        Neutral("attention_bias", (True,), null_is_absent=False),
+        Neutral("attention_bias", (True,)),
         Neutral("swiglu_alpha", (1.702,)),
     ),
     fixed={

@@ -1,4 +1,7 @@
-"""Which quantized checkpoints can be read: FP8 with one scale per block, as DeepSeek-V3 has it; others are named."""
+"""Which quantized checkpoints can be read: FP8 with one scale per block, as DeepSeek-V3 has it, and GPT-OSS's MXFP4.
+
+Others are named.
+"""
 
 from typing import Any
 
@@ -11,18 +14,35 @@ _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "activation_scheme": ("dynamic",),
     "expert_dtype": ("fp8",),
 }
+_MXFP4, WITH_MXFP4 = "mxfp4", ("gpt_oss",)
+"""Which tensors have it, and how they lie, is the model type's own."""
 # Which tensors are quantized and how their scales are stored: their dtypes tell, and are checked.
 _BY_DTYPE = {"modules_to_not_convert", "modules_to_convert", "ignored_layers", "scale_fmt", "dequantize"}
 
 
+def is_mxfp4(hf: dict[str, Any]) -> bool:
+    """Are the experts stored in MXFP4?"""
+    quantization = hf.get("quantization_config")
+    return (
+        isinstance(quantization, dict)
+        and quantization.get("quant_method") == _MXFP4
+        and hf.get("model_type") in WITH_MXFP4
+    )
+
+
 def block_size(hf: dict[str, Any]) -> tuple[int, int] | None:
-    """Rows and columns of the blocks that have a scale each; None: the model is not quantized.
+    """Rows and columns of the blocks of FP8 that have a scale each; None: the model has none.
 
     Raises:
-        ModelError: any other quantization, by its name.
+        ModelError: any other quantization than that and MXFP4, by its name.
     """
     quantization = hf.get("quantization_config")
     if quantization is None:
+        return None
+    if is_mxfp4(hf):
+        for key, value in quantization.items():
+            if key not in {*_BY_DTYPE, "quant_method"}:
+                raise _unsupported(f"{key}={value!r:.80}", _MXFP4)
         return None
     if not isinstance(quantization, dict):
         raise _unsupported(f"{quantization!r:.80}", None)
@@ -42,5 +62,5 @@ def _unsupported(what: str, method: str | None) -> ModelError:
     of = f" of quant_method={method!r}" if method else ""
     return ModelError(
         f"config.json: quantization_config: {what}{of} is not supported; only fp8 (e4m3 with a float32 scale per block "
-        "of weight_block_size) is dequantized; use the unquantized model"
+        "of weight_block_size) is dequantized, and mxfp4 of gpt_oss; use the unquantized model"
     )

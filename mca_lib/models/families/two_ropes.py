@@ -38,8 +38,9 @@ def ropes_to_hf(
         major: the release of transformers whose spelling is written, 4 or 5; None keeps the source's own.
     """
     given = [key for key in (*KEYS, _LOCAL) if key in hf]
-    own = 4 if given and given != ["rope_parameters"] else 5
-    if ropes_from_hf(hf, base, sliding_base) == ropes and (not given or major in (None, own)):
+    own = 4 if given and not hf.get("rope_parameters") else 5
+    kept = not given or major is None or (major == own and (own == 4 or given == ["rope_parameters"]))
+    if ropes_from_hf(hf, base, sliding_base) == ropes and kept:
         return hf
     (full_base, _), sliding = ropes
     spelled = rope_to_hf(_view(hf), ropes[0], major or own, base)
