@@ -201,12 +201,17 @@ def _train(
 
     from mca_lib.checkpoint.base import base_digest
     from mca_lib.models import AutoModel
+    from mca_lib.models.vision.freeze import frozen_modules
     from mca_lib.trainers import DPOTrainer, McaTrainer
 
     model = AutoModel.from_pretrained(directory, training_args)
     model.base_digest = model_args.weights_digest or base_digest(directory)
+    if model.mca_config.vision is not None and finetuning_args.stage == "dpo":
+        raise ConfigError(f"stage=dpo: a {model.mca_config.model_type} model is trained with stage sft or pt alone")
     if finetuning_args.finetuning_type == "lora":
         setup_lora_training(model, finetuning_args, training_args.seed, model.base_digest)
+    else:
+        training_args.freeze = frozen_modules(model.mca_config, training_args)
     if finetuning_args.stage == "dpo":
         DPOTrainer(model, training_args, train_rows, eval_rows, preference_arguments(finetuning_args)).train()
     else:

@@ -13,15 +13,18 @@ body        the job `dataset` (mca_lib/data/prepare.py)
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+from blake3 import blake3
 from pydantic import Field, PositiveInt, model_validator
 
 from mca_lib.data.dataset_info import read_entries
-from mca_lib.data.formats import resolve_sources
+from mca_lib.data.formats import Source, resolve_sources
+from mca_lib.data.rows import Sample, read_samples
 from mca_lib.data.spec import TOKENIZING_LIBRARIES
 from mca_lib.data.storage import resolve_storage
 from mca_lib.errors import ConfigError, DataError, ModelError
@@ -32,7 +35,9 @@ from tasks.section import Execution, Section
 from tasks.store import Artifact, ArtifactStore
 
 # Where the data lies; what it is enters the key by content.
-LOCATIONS = ("files", "dataset_dir", "names", "eval_files")
+LOCATIONS = ("files", "dataset_dir", "names", "eval_files", "media_dir")
+# In the key where they are given, so that they are new to no store of text.
+IMAGE_FIELDS = ("min_pixels", "max_pixels")
 # Bytes written per byte of data: 9 per token (the store, and what is spilled on the way), over 3 bytes of text a token.
 SPACE_PER_DATA_BYTE = 3
 NAMED_IN_WARNING = 3
@@ -99,6 +104,12 @@ class DatasetConfig(Section):
     blend: dict[str, float] = Field(default_factory=dict)
     """For pretraining: weights of several corpora, by file name or entry of `names`, as `{web.jsonl: 7, code.txt: 3}`;
     they need not add up to 1."""
+    media_dir: str | None = None
+    """What the paths of images in the rows are relative to; null: the folder of the data file, or `dataset_dir`."""
+    min_pixels: PositiveInt | None = None
+    """Smaller images are enlarged to so many pixels; null does as the model's own image processor."""
+    max_pixels: PositiveInt | None = None
+    """Larger images are reduced; this bounds the tokens that stand for one."""
     train_on_prompt: bool = False
     """Put loss on the prompt too."""
     mask_history: bool = False
@@ -160,6 +171,8 @@ class DatasetStage(Stage):
                     "idx": store.statcache.digest(source.index),
                 }
             found[f"{len(found) + 1} {label}"] = digest
+        if images := _images(sources, store):
+            digests["images"] = {"content": images}
         config = self.config.model_copy(update={"storage": storage})
         return dataclasses.replace(self, config=config, digests=digests)
 
@@ -167,7 +180,9 @@ class DatasetStage(Stage):
         if self.digests is None:
             raise ValueError("DatasetStage.resolve() comes before identity()")
         section = {name: value for name, value in self.config.identity().items() if name not in LOCATIONS}
-        return section | {
+        section = {name: value for name, value in section.items() if name not in IMAGE_FIELDS or value is not None}
+        images = {"images": self.digests["images"]} if "images" in self.digests else {}
+        return section | images | {
             "objective": self.objective,
             "files": self.digests["train"],
             "eval_files": self.digests["eval"],
@@ -219,12 +234,27 @@ class DatasetStage(Stage):
     def _vocab_size(self) -> int:
         path = self.model.path / "config.json"
         try:
-            size = json.loads(path.read_bytes()).get("vocab_size")
+            config = json.loads(path.read_bytes())
+            size = (config.get("text_config") or config).get("vocab_size")
         except (OSError, ValueError, AttributeError) as error:
             raise ModelError(f"{path}: cannot be read: {error}") from None
         if type(size) is not int or size < 1:
             raise ModelError(f"{path}: vocab_size is {size!r}; it must be the number of rows of the embedding")
         return size
+
+
+def _images(sources: Sequence[Source], store: ArtifactStore) -> str:
+    """Digest of all images that the rows show, by where the rows show them; "" where no row can show one."""
+    if not any(source.format.columns.get("images") for source in sources):
+        return ""
+    known: dict[str, str] = {}
+    content = blake3()
+    for row in read_samples(sources):
+        for path in row.images if isinstance(row, Sample) else ():
+            if path not in known:
+                known[path] = store.statcache.digest(Path(path))
+            content.update(known[path].encode("ascii"))
+    return content.hexdigest()
 
 
 def _describe_losses(stats: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@
 | --- | --- |
 | weights | `model.safetensors`, or its index with shards; else `pytorch_model*.bin` if pickles are allowed |
 | config | `config.json`, and the Python modules if remote code is trusted |
-| tokenizer | the tokenizer's files and chat templates |
+| tokenizer | the tokenizer's files and chat templates, and how images are prepared |
 | generation | `generation_config.json` |
 
 Everything else in a repository (other formats, images, notes) is left alone.
@@ -31,7 +31,7 @@ _SHARDS = {
 _TOKENIZER = re.compile(
     r"tokenizer[\w.-]*\.json|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt|tekken\.json"
     r"|[\w.-]+\.model(\.v\d+)?|[\w.-]+\.tiktoken|chat_template\.(jinja|json)"
-    r"|additional_chat_templates/[\w.-]+\.jinja"
+    r"|additional_chat_templates/[\w.-]+\.jinja|(video_)?preprocessor_config\.json|processor_config\.json"
 )
 _VOCABULARY = re.compile(
     r"tokenizer(\.[\w.-]+)?\.json|[\w.-]+\.model(\.v\d+)?|[\w.-]+\.tiktoken|vocab\.(json|txt)|tekken\.json"

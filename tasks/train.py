@@ -20,6 +20,7 @@ from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.models.training_rules import check_training_options
+from mca_lib.models.vision.freeze import SWITCHES
 from mca_lib.trainers.idle import idle_fields
 from mca_lib.trainers.llama_factory import check_model
 from mca_lib.trainers.names import RESULT_NAME
@@ -88,8 +89,11 @@ class TrainStage(Stage):
         }
         # Execution otherwise, these decide which model is the best.
         best = {"eval_steps": self.training.eval_steps} if self.training.load_best_model_at_end else {}
-        mtp_layers = McaModelConfig.from_pretrained(self.checkpoint.path).mtp_num_layers
+        config = McaModelConfig.from_pretrained(self.checkpoint.path)
+        mtp_layers = config.mtp_num_layers
         idle = idle_fields(self.training.lr_scheduler_type, self.training.max_steps, mtp_layers)
+        if config.vision is None or self._trains_adapters:
+            idle |= set(SWITCHES)
         fields = {name: value for name, value in self.training.identity().items() if name not in idle} | best
         return fields | {name: config.identity() for name, config in used.items() if config}
 
@@ -225,6 +229,7 @@ class TrainStage(Stage):
             "moe_router_bias_update_rate": training.moe_router_bias_update_rate,
             "mtp_loss_weight": training.mtp_loss_weight,
             "freeze": training.freeze,
+            **{name: getattr(training, name) for name in SWITCHES},
             "overlap_grad_reduce": training.overlap_grad_reduce,
             "overlap_param_gather": training.overlap_param_gather,
             "optimizer_offload_fraction": training.optimizer_offload_fraction,

@@ -65,6 +65,12 @@ class TrainingConfig(Section):
     freeze: list[str] = Field(default_factory=list)
     """Ends of names of Hugging Face modules whose weights are kept as they are, as `embed_tokens` or `layers.0`; of a
     hybrid, `transformer` is all but the Mamba layers."""
+    freeze_vision_tower: bool = True
+    """Keep the vision tower of a vision-language model as it is."""
+    freeze_multi_modal_projector: bool = True
+    """Keep its projector, which brings features to the size of the language model, as it is."""
+    freeze_language_model: bool = False
+    """Keep its language model as it is."""
     seed: int = Field(default=42, ge=0, lt=2**31)
     """Seed of the order of the data and of dropout."""
     use_distributed_optimizer: Execution[bool] = True

@@ -11,7 +11,8 @@ added. Merging is W + scaling · B·A in fp32, cast once, tensor by tensor on wh
 import json
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,8 @@ import torch
 import torch.distributed as dist
 
 from mca_lib.adapters.settings import scaling, targets_of
+from mca_lib.converter.plan import entries
+from mca_lib.models.families.base import respelled
 from mca_lib.adapters.targets import WEIGHT, expert_entries, linear_layers, modules, target_names
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.sealed import naming
@@ -144,7 +147,8 @@ def _with_experts(config: McaModelConfig, names: frozenset[str], lora: Any) -> d
 
 def _ends(config: McaModelConfig, names: set[str] | frozenset[str]) -> list[str]:
     """The shortest ends of names that stand for these modules and no others; a full name where there is no such end."""
-    others = {name for entry in linear_layers(config) for name in modules(entry)} - names
+    table = linear_layers(config) if config.vision is None else entries(replace(config, source_prefixes={}))
+    others = {name for entry in table for name in modules(entry)} - names
     ends = set()
     for name in names:
         parts = name.split(".")
@@ -171,6 +175,7 @@ class Adapter:
         from safetensors.torch import load_file
 
         self.directory = Path(directory)
+        self._prefixes = config.source_prefixes
         settings = read_json(self.directory / CONFIG_NAME, CheckpointError)
         self.scaling = scaling(settings["r"], settings["lora_alpha"], settings["use_rslora"])
         try:
@@ -183,12 +188,17 @@ class Adapter:
     @property
     def weights(self) -> set[str]:
         """Hugging Face names of the weights that have an adapter."""
+        return set(self._modules)
+
+    @cached_property
+    def _modules(self) -> dict[str, str]:
+        """Name of a weight, as the source spells it → its module."""
         ends = {name.removeprefix(PREFIX).partition(".lora_")[0] for name in self.tensors}
-        return {end + WEIGHT for end in ends}
+        return {respelled(end + WEIGHT, self._prefixes): end for end in ends}
 
     def merged(self, name: str, weight_OI: torch.Tensor) -> torch.Tensor:
         """One of `weights`, fp32, with its adapter."""
-        A_RI, B_OR = (self.tensors[peft_name(name.removesuffix(WEIGHT), matrix)] for matrix in ("lora_A", "lora_B"))
+        A_RI, B_OR = (self.tensors[peft_name(self._modules[name], matrix)] for matrix in ("lora_A", "lora_B"))
         return weight_OI.float() + (B_OR.float() @ A_RI.float()) * self.scaling
 
     def _check_base(self, base: str | None) -> None:

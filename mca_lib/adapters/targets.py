@@ -12,6 +12,7 @@ as they are and take no part.
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from mca_lib.converter.mapping import Segment
 from mca_lib.converter.mappings import QKV, Column, GatedMLP, Packed, Row
@@ -27,7 +28,8 @@ _LINEAR = (Column, Row, QKV, GatedMLP, Packed)
 
 def linear_layers(config: McaModelConfig) -> Iterator[Entry]:
     """The rows of the weight table, written out, that are weights of linear layers which can have adapters."""
-    for entry in entries(config):
+    # Modules have the names of transformers' classes, whatever the source calls their weights.
+    for entry in entries(replace(config, source_prefixes={})):
         matrix = all(len(shape) == 2 for shape in entry.mapping.hf_shapes(config))
         linear = isinstance(entry.mapping, _LINEAR) and matrix and all(name.endswith(WEIGHT) for name in entry.hf)
         if linear and "{mtp}" not in entry.mapping.mca and MIXER not in entry.mca:

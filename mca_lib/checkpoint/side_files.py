@@ -17,6 +17,9 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "additional_chat_templates/*.jinja",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 """Glob patterns: the files that `tasks.model_files` pins, and no others, so that only pinned bytes travel."""
 

@@ -6,7 +6,7 @@ refused with a reason here:
     not an object · missing column · column is null · column is not a string · not encodable as UTF-8 ·
     empty text · empty prompt · empty output · history is not a list of pairs ·
     column is not a list of turns · empty conversation · turn is not an object · bad role · bad role order ·
-    odd number of turns
+    odd number of turns · column is not a list of paths · image is not a path · images and marks differ in number
 
 and of rows with two answers
 
@@ -19,6 +19,10 @@ from typing import Any, NamedTuple
 
 from mca_lib.data.formats import RANKING_COLUMNS, RowFormat
 from mca_lib.data.suggest import suggestion
+
+
+IMAGE_MARK = "<image>"
+"""Stands in the text of a row for the next of its images."""
 
 
 class Message(NamedTuple):
@@ -39,6 +43,8 @@ class Sample(NamedTuple):
     """Place in the data files, as `file:line`."""
     rejected: Message | None = None
     """A worse answer in place of the last message, in rows with two answers."""
+    images: tuple[str, ...] = ()
+    """Paths of the images, in the order of their marks in the messages."""
 
 
 class UnusableRow(Exception):
@@ -53,10 +59,29 @@ def parse_row(value: Any, row_format: RowFormat) -> Sample:
     if not isinstance(value, dict):
         raise UnusableRow("not an object", f": {_kind(value)}")
     sample = _PARSERS[row_format.layout](value, row_format)
+    if row_format.columns.get("images") is not None:
+        sample = sample._replace(images=_images(value, sample, row_format.columns["images"]))
     messages = (*sample.messages, sample.rejected) if sample.rejected else sample.messages
     for text in (sample.system, sample.tools, *(message.content for message in messages)):
         _check_encodable(text)
     return sample
+
+
+def _images(row: Mapping[str, Any], sample: Sample, column: str) -> tuple[str, ...]:
+    """Paths of a row's images: a list of texts, or one; null or absent is none."""
+    value = row.get(column)
+    paths = [value] if isinstance(value, str) else value if value is not None else []
+    if not isinstance(paths, list):
+        raise UnusableRow(f"column {column!r} is not a list of paths", f": {_kind(value)}")
+    for path in paths:
+        if not isinstance(path, str) or not path:
+            raise UnusableRow("image is not a path", f": {_kind(path)}; write it to a file")
+        if path.startswith(("data:", "http:", "https:")):
+            raise UnusableRow("image is not a path", f": {path.partition(':')[0]} is no file; write it to one")
+    marks = sum(message.content.count(IMAGE_MARK) for message in sample.messages)
+    if marks != len(paths):
+        raise UnusableRow("images and marks differ in number", f": {len(paths)} images and {marks} x {IMAGE_MARK}")
+    return tuple(paths)
 
 
 def _parse_text(row: Mapping[str, Any], fmt: RowFormat) -> Sample:

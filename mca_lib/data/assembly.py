@@ -41,7 +41,10 @@ def write_split(
         rows = [rows[index] for index in permutation(len(rows), seed, "packs")]
     with TokenStoreWriter(path) as writer:
         for row in rows:
-            writer.add_row([spill.piece(*document) for index in row for document in units[index]])
+            documents = [document for index in row for document in units[index]]
+            # Images are of conversations, which are never cut into blocks.
+            images = [spill.images[document.sample] for document in documents]
+            writer.add_row([spill.piece(*document) for document in documents], images)
     return TokenStore.open(path)
 
 

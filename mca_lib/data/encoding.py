@@ -5,7 +5,7 @@
     dpo    the conversation twice, with the chosen and with the rejected answer; loss on that answer
 
 An over-long conversation keeps its first `cutoff_len` tokens: a prefix of a correct rendering, in which every label
-still has its true context. One that loses all its labels by that is dropped and counted, as is one without any. So is
+still has its true context; one that would end within an image ends before it. One that loses all its labels by that is dropped and counted, as is one without any. So is
 a pair of which one answer loses all its labels, or whose answers differ only in what is cut off. The two of a pair are
 cut each by itself, and as both begin with the prompt, both keep the same part of it.
 """
@@ -27,6 +27,7 @@ from blake3 import blake3
 
 from mca_lib.data.alignment import Sample, UnusableRow
 from mca_lib.data.control_tokens import GuardedTokenizer
+from mca_lib.data.images import ImageFile, ImageReader
 from mca_lib.errors import ConfigError, DataError
 
 CHUNK = 256
@@ -45,11 +46,16 @@ type Encoded = tuple[list[int], list[bool]]
 class Encoder(Protocol):
     """One sample to its documents, untruncated: one, or of a pair the chosen and the rejected. Raises UnusableRow."""
 
+    reader: ImageReader | None
+    """Of images, where samples have some."""
+
     def encode(self, sample: Sample) -> list[Encoded]: ...
 
 
 class TextEncoder:
     """Plain text for pretraining; nothing in it becomes a control token."""
+
+    reader: ImageReader | None = None
 
     def __init__(self, tokenizer: Any) -> None:
         if tokenizer.eos_token_id is None:
@@ -89,7 +95,9 @@ class EncodedChunk:
     held_out_N: np.ndarray
     """bool [N]: the sample is of the eval files."""
     contents: list[bytes]
-    """Digest of the text of each sample that is kept."""
+    """Digest of the text, and of the images, of each sample that is kept."""
+    images: list[tuple[ImageFile, ...]]
+    """Of each sample that is kept."""
     truncated: int
     dropped: list[tuple[str, str]]
     """(reason, place) per usable sample that is not kept."""
@@ -124,18 +132,25 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
     first: list[int] = []
     held_out: list[bool] = []
     contents: list[bytes] = []
+    images: list[tuple[ImageFile, ...]] = []
     dropped: list[tuple[str, str]] = []
     bad: list[tuple[str, str, str]] = []
     truncated = 0
     for sample in samples:
+        shown: tuple[ImageFile, ...] = ()
         try:
             whole = encoder.encode(sample)
+            if sample.images:
+                shown = tuple(encoder.reader.look(path) for path in sample.images)
         except UnusableRow as problem:
             bad.append((problem.reason, problem.detail, sample.where))
             continue
         for ids, _ in whole:
             _refuse_foreign_ids(ids, limits.vocab_size, sample.where)
-        kept = [(ids[: limits.cutoff_len], loss[: limits.cutoff_len]) for ids, loss in whole]
+        limit = limits.cutoff_len
+        if shown and limit is not None:
+            limit, shown = encoder.reader.fitting(whole[0][0], shown, limit)
+        kept = [(ids[:limit], loss[:limit]) for ids, loss in whole]
         if reason := _why_dropped(whole, kept):
             dropped.append((reason, sample.where))
             continue
@@ -146,7 +161,8 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
         lengths.append(sum(len(ids) for ids, _ in kept))
         first.append(len(kept[0][0]))
         held_out.append(sample.split == "eval")
-        contents.append(_content_digest(sample))
+        contents.append(_content_digest(sample, shown))
+        images.append(shown)
     return EncodedChunk(
         np.array(tokens, dtype=np.int32),
         np.array(mask, dtype=bool),
@@ -154,6 +170,7 @@ def encode_chunk(samples: Sequence[Sample], encoder: Encoder, limits: EncodingLi
         np.array(first, dtype=np.int64),
         np.array(held_out, dtype=bool),
         contents,
+        images,
         truncated,
         dropped,
         bad,
@@ -169,9 +186,9 @@ def _why_dropped(whole: Sequence[Encoded], kept: Sequence[Encoded]) -> str:
     return EQUAL_ANSWERS if len(kept) == 2 and kept[0] == kept[1] else ""
 
 
-def _content_digest(sample: Sample) -> bytes:
-    answers = [sample.rejected] if sample.rejected else []
-    text = json.dumps([sample.messages, sample.system, sample.tools, *answers])
+def _content_digest(sample: Sample, images: Sequence[ImageFile]) -> bytes:
+    further = [sample.rejected] if sample.rejected else [image.digest for image in images]
+    text = json.dumps([sample.messages, sample.system, sample.tools, *further])
     return blake3(text.encode("ascii")).digest(length=DIGEST_BYTES)
 
 

@@ -12,13 +12,16 @@ Rows for preference optimization (`ranking: true`) hold two answers to the same 
     sharegpt   {"conversations": [..., {"from": "human", "value": "..."}], "chosen": {"from": "gpt", "value": "..."},
                 "rejected": {"from": "gpt", "value": "..."}}
 
+Rows with images name a column with their paths, a list in the order of the marks `<image>` in the text; a path is
+relative to `media_dir`, else to the folder of the data file (with dataset_info.json: to its folder).
+
 `columns` renames the fields of a row, `tags` the keys and roles of a conversation. Where LLaMA-Factory ignores an
 unknown key of `dataset_info.json` or drops what it cannot use, this module refuses it by name. A column that is not
 named keeps its default if the layout cannot do without it, and is unset otherwise.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -38,8 +41,9 @@ COLUMNS: dict[str, dict[str, str | None]] = {
         "history": None,
         "system": None,
         "tools": None,
+        "images": None,
     },
-    "sharegpt": {"messages": "conversations", "system": None, "tools": None},
+    "sharegpt": {"messages": "conversations", "system": None, "tools": None, "images": None},
     "text": {"prompt": "text"},
     "indexed": {},
 }
@@ -59,9 +63,8 @@ TAGS = {
 }
 
 UNSUPPORTED_COLUMNS = {
-    "images": "media are not supported",
-    "videos": "media are not supported",
-    "audios": "media are not supported",
+    "videos": "images are, and other media are not",
+    "audios": "images are, and other media are not",
     "kto_tag": "KTO is not supported; pair each answer with another one to the same prompt, as chosen and rejected",
 }
 
@@ -105,6 +108,8 @@ class Source:
     """Name of the entry of dataset_info.json that it is a file of."""
     span: Span | None = None
     """The part of the file; None is all of it."""
+    media_dir: Path | None = None
+    """What paths of images are relative to; None: the file's folder."""
 
     @property
     def index(self) -> Path:
@@ -134,7 +139,9 @@ def resolve_sources(config: SourceConfig, objective: str) -> list[Source]:
         ]
         row_format = sources[0].format
     held_out = _existing(config.eval_files, "dataset.eval_files", row_format)
-    return sources + [Source(path, row_format, "eval") for path in held_out]
+    sources += [Source(path, row_format, "eval") for path in held_out]
+    folder = getattr(config, "media_dir", None) or (config.dataset_dir if config.names else None)
+    return [replace(source, media_dir=Path(folder).expanduser()) for source in sources] if folder else sources
 
 
 def _entry_sources(entry: Entry, config: SourceConfig, objective: str) -> list[Source]:
@@ -188,6 +195,8 @@ def build_format(
             raise ConfigError(f"{at}: columns.{key} is not supported: {UNSUPPORTED_COLUMNS[key]}")
         if key in RANKING_COLUMNS and not ranking:
             raise ConfigError(f"{at}: columns.{key} is for rows with ranking: true, which training.stage dpo needs")
+        if key == "images" and ranking:
+            raise ConfigError(f"{at}: columns.images: pairs of answers about images are not supported; leave it out")
         if key == "response" and ranking:
             raise ConfigError(f"{at}: columns.response is not for rows with ranking: true; name chosen and rejected")
         if key not in known:

@@ -23,6 +23,7 @@ from llamafactory.data.template import TEMPLATES, Template, get_template_and_fix
 from mca_lib.data.alignment import Message, Sample, UnusableRow
 from mca_lib.data.control_tokens import GuardedTokenizer
 from mca_lib.data.encoding import Encoded
+from mca_lib.data.images import ImageReader
 from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError
 
@@ -60,6 +61,7 @@ class ChatEncoder:
             raise ConfigError(f"dataset.template: {options.template} adds tokens to the vocabulary of this model")
         self.stop_token_ids: list[int] = sorted(template.get_stop_token_ids(tokenizer))
         self._guard = GuardedTokenizer(tokenizer, spared=_words(template))
+        self.reader: ImageReader | None = None
         masks = {"train_on_prompt": options.train_on_prompt, "mask_history": options.mask_history}
         self._processor = self.processor_class(
             template=template,
@@ -79,13 +81,21 @@ class ChatEncoder:
                 control token that cannot be kept out of the text.
         """
         *prompt, answer = sample.messages
-        return [_document(*self._process(sample, prompt, [answer]))]
+        ids, loss = _document(*self._process(sample, prompt, [answer]))
+        if sample.images:
+            loss = [keep and token != self.reader.token_id for token, keep in zip(ids, loss, strict=True)]
+        return [(ids, loss)]
 
     def _process(self, sample: Sample, prompt: Sequence[Message], answers: Sequence[Message]) -> tuple[list[int], ...]:
         """What LLaMA-Factory makes of a row: ids, labels, and with two answers ids and labels of the second."""
-        messages, responses = (
-            [{"role": m.role, "content": self._guard.mark(m.content)} for m in part] for part in (prompt, answers)
-        )
+        images = [self.reader.look(path) for path in sample.images]
+
+        def content(text: str) -> str:
+            marked = self._guard.mark(text)
+            return self.reader.expand(marked, images) if sample.images else marked
+
+        messages = [{"role": m.role, "content": content(m.content)} for m in prompt]
+        responses = [{"role": m.role, "content": content(m.content)} for m in answers]
         system, tools = self._guard.mark(sample.system), self._guard.mark(sample.tools)
         try:
             return self._processor._encode_data_example(
@@ -142,7 +152,7 @@ def _read_template(tokenizer: Any, options: ChatOptions) -> Template:
         raise ConfigError(f"dataset.template: {options.template}: {error}") from None
     finally:
         TEMPLATES[options.template] = registered
-    # Text only: the plugin of a multimodal template would look for media that are not there.
+    # Images are written into the text before (`images`); the plugin of a multimodal template would look for them.
     template.mm_plugin = get_mm_plugin(name="base")
     return template
 

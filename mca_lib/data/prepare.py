@@ -69,7 +69,7 @@ def dataset(spec: dict[str, Any], progress: Progress) -> dict[str, Any]:
         stats, preview, parts = indexed_dataset(job, tokenizer)
     else:
         stats, preview, parts = _rows_dataset(job, summary, tokenizer, encoder, progress)
-    _write_json(output / "meta.json", _meta(job, tokenizer, encoder.stop_token_ids))
+    _write_json(output / "meta.json", _meta(job, tokenizer, encoder))
     _write_json(output / "stats.json", stats)
     (output / "preview.md").write_text(preview, encoding="utf-8")
     return {"digest": dataset_digest(parts), "parts": parts, "stats": stats}
@@ -103,8 +103,8 @@ def _build_encoder(job: DatasetSpec, tokenizer: Any) -> Any:
     # Here, because it imports LLaMA-Factory, which takes seconds and is not needed for plain text.
     from mca_lib.data.llamafactory import ChatEncoder, ChatOptions, PairEncoder
 
-    encoder = PairEncoder if job.objective == "dpo" else ChatEncoder
-    return encoder(
+    kind = PairEncoder if job.objective == "dpo" else ChatEncoder
+    encoder = kind(
         tokenizer,
         ChatOptions(
             template=str(job.template),
@@ -114,6 +114,13 @@ def _build_encoder(job: DatasetSpec, tokenizer: Any) -> Any:
             enable_thinking=job.enable_thinking,
         ),
     )
+    if any(source.format.columns.get("images") for source in resolve_sources(job, job.objective)):
+        from mca_lib.data.images import ImageReader
+        from mca_lib.models.vision.processor import load_processor
+
+        processor = load_processor(job.tokenizer_dir, job.min_pixels, job.max_pixels)
+        encoder.reader = ImageReader(processor, tokenizer)
+    return encoder
 
 
 def _encode(job: DatasetSpec, summary: Summary, encoder: Any, spill: Spill, progress: Progress) -> Outcome:
@@ -193,8 +200,9 @@ def _statistics(job: DatasetSpec, summary: Summary, outcome: Outcome, stores: di
     }
 
 
-def _meta(job: DatasetSpec, tokenizer: Any, stop_token_ids: list[int]) -> dict[str, Any]:
+def _meta(job: DatasetSpec, tokenizer: Any, encoder: Any) -> dict[str, Any]:
     return {
+        **_image_meta(encoder.reader),
         "format": FORMAT,
         "objective": job.objective,
         "template": job.template,
@@ -203,9 +211,18 @@ def _meta(job: DatasetSpec, tokenizer: Any, stop_token_ids: list[int]) -> dict[s
         "storage": job.storage,
         "vocab_size": job.vocab_size,
         "pad_token_id": tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        "stop_token_ids": stop_token_ids,
+        "stop_token_ids": encoder.stop_token_ids,
         "libraries": {name: version(name) for name in TOKENIZING_LIBRARIES},
     }
+
+
+def _image_meta(reader: Any | None) -> dict[str, Any]:
+    """How whoever reads the store makes pixels of its images."""
+    if reader is None:
+        return {}
+    from mca_lib.models.vision.processor import settings
+
+    return {"image_token_id": reader.token_id, "image_processor": settings(reader.processor)}
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -39,6 +39,9 @@ class DatasetSpec:
     packing: bool = True
     storage: str = "auto"
     blend: dict[str, float] = field(default_factory=dict)
+    media_dir: str | None = None
+    min_pixels: int | None = None
+    max_pixels: int | None = None
     train_on_prompt: bool = False
     mask_history: bool = False
     max_rows: int | None = None

@@ -9,6 +9,7 @@ import numpy as np
 from blake3 import blake3
 
 from mca_lib.data.encoding import DIGEST_BYTES, EncodedChunk
+from mca_lib.data.images import ImageFile
 
 
 class Spill:
@@ -26,6 +27,8 @@ class Spill:
         """Of tokens and mask, and in a pair of where its second document begins, per sample."""
         self.contents: list[bytes] = []
         """Of the text, per sample."""
+        self.images: list[tuple[ImageFile, ...]] = []
+        """Per sample."""
 
     def add(self, chunk: EncodedChunk) -> None:
         self._tokens.write(chunk.tokens_T.data)
@@ -34,11 +37,15 @@ class Spill:
         self._first.append(chunk.first_N)
         self._held_out.append(chunk.held_out_N)
         self.contents += chunk.contents
+        self.images += chunk.images
         ends = np.cumsum(chunk.lengths_N)
-        for start, end, first in zip((ends - chunk.lengths_N).tolist(), ends.tolist(), chunk.first_N, strict=True):
+        spans = zip((ends - chunk.lengths_N).tolist(), ends.tolist(), chunk.first_N, chunk.images, strict=True)
+        for start, end, first, images in spans:
             content = blake3(chunk.tokens_T[start:end].tobytes()).update(chunk.mask_T[start:end].tobytes())
             if first < end - start:
                 content.update(b"%d" % first)
+            for image in images:
+                content.update(image.digest.encode("ascii"))
             self.digests.append(content.digest(length=DIGEST_BYTES))
 
     def freeze(self) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 
-from mca_lib.data.token_store import ARRAYS, TokenStore
+from mca_lib.data.token_store import TokenStore
 
 _BLOCK = 1 << 22
 
@@ -21,6 +21,7 @@ def split_statistics(store: TokenStore, cutoff_len: int, *, pairs: bool = False)
         "rows": len(store),
         "documents": store.num_documents,
         **({"pairs": store.num_documents // 2} if pairs else {}),
+        **({"images": len(store.images.arrays["image_files"])} if store.images is not None else {}),
         "tokens": store.num_tokens,
         "loss_tokens": store.num_loss_tokens,
         "fill": round(store.num_tokens / (len(store) * capacity), 6),
@@ -32,11 +33,10 @@ def split_statistics(store: TokenStore, cutoff_len: int, *, pairs: bool = False)
 def split_digest(store: TokenStore, *, pairs: bool = False) -> str:
     """BLAKE3 over tokens, masks and boundaries: what the rows mean, not how a file's header looks."""
     hasher = blake3(b"pairs" if pairs else b"")
-    for name in ARRAYS:
-        array = store.array(name)
+    for name, array in store.arrays.items():
         hasher.update(json.dumps([name, array.dtype.str, list(array.shape)]).encode("ascii"))
         for start in range(0, len(array), _BLOCK):
-            hasher.update(array[start : start + _BLOCK].tobytes())
+            hasher.update(np.ascontiguousarray(array[start : start + _BLOCK]).tobytes())
     return hasher.hexdigest()
 
 

@@ -6,6 +6,8 @@
     <split>/row_offsets.npy        int64 [R+1]         row r is row_documents[row_offsets[r]:row_offsets[r+1]]
     <split>/row_documents.npy      int64 [D]           every document belongs to exactly one row
 
+and where documents show images, those of `mca_lib/data/image_store.py`.
+
 A row is one training sequence: one document, or a pack of documents that must not see each other. The mask of a
 document's first token is always 0, because nothing before it could predict it; so the sum of the mask is the number
 of labels.
@@ -18,10 +20,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import Self
 
 import numpy as np
 
+from mca_lib.data.growing_array import GrowingArray, map_array
+from mca_lib.data.image_store import ImageStore, ImageStoreWriter, StoredImage
+from mca_lib.data.images import ImageFile
 from mca_lib.errors import DataError
 
 IGNORE_INDEX = -100
@@ -43,6 +48,8 @@ class Row:
     """int64 [N]: sums to S."""
     documents: np.ndarray
     """int64 [N]: number of each document in the split."""
+    images: tuple[tuple[StoredImage, ...], ...] = ()
+    """Of each document; empty for a split without images."""
 
 
 class TokenStore(Sequence[Row]):
@@ -53,6 +60,7 @@ class TokenStore(Sequence[Row]):
         self.digest: str | None = None
         """Of what it holds, where the caller knows it."""
         self._arrays = arrays
+        self.images: ImageStore | None = None
         self.tokens_T = arrays["tokens"]
         self._mask_bits = arrays["loss_mask"]
         self.document_offsets = arrays["document_offsets"]
@@ -67,8 +75,9 @@ class TokenStore(Sequence[Row]):
             DataError: an array is missing, or the arrays do not belong together.
         """
         path = Path(path)
-        arrays = {name: _map_array(path / f"{name}.npy") for name in ARRAYS}
+        arrays = {name: map_array(path / f"{name}.npy") for name in ARRAYS}
         store = cls(path, arrays)
+        store.images = ImageStore.open(path)
         tokens, documents = len(store.tokens_T), len(store.row_documents)
         consistent = (
             len(store._mask_bits) == -(-tokens // 8)
@@ -105,7 +114,8 @@ class TokenStore(Sequence[Row]):
         labels_S[:-1] = np.where(mask_S[1:], input_ids_S[1:], IGNORE_INDEX)
         first_positions_N = np.cumsum(lengths_N) - lengths_N
         position_ids_S = np.arange(len(input_ids_S), dtype=np.int64) - np.repeat(first_positions_N, lengths_N)
-        return Row(input_ids_S, labels_S, position_ids_S, lengths_N, documents_N)
+        images = () if self.images is None else tuple(self.images.of_document(int(d)) for d in documents_N)
+        return Row(input_ids_S, labels_S, position_ids_S, lengths_N, documents_N, images)
 
     def __iter__(self) -> Iterator[Row]:
         return (self[i] for i in range(len(self)))
@@ -125,9 +135,10 @@ class TokenStore(Sequence[Row]):
         shift = start - 8 * first_byte
         return self.tokens_T[start:stop], bits[shift : shift + stop - start].astype(bool)
 
-    def array(self, name: str) -> np.ndarray:
-        """One of `ARRAYS`, as in the files."""
-        return self._arrays[name]
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All of them by name, as in the files, those of images at the end."""
+        return self._arrays | (self.images.arrays if self.images is not None else {})
 
     @property
     def num_tokens(self) -> int:
@@ -166,18 +177,29 @@ class TokenStoreWriter:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._tokens = _GrowingArray(self.path / "tokens.npy", np.dtype(np.int32))
-        self._mask = _GrowingArray(self.path / "loss_mask.npy", np.dtype(np.uint8))
+        self._tokens = GrowingArray(self.path / "tokens.npy", np.dtype(np.int32))
+        self._mask = GrowingArray(self.path / "loss_mask.npy", np.dtype(np.uint8))
+        self._images = ImageStoreWriter(self.path)
         self._pending_bits = np.zeros(0, dtype=bool)
         self._document_offsets = [0]
         self._row_offsets = [0]
 
-    def add_row(self, documents: Sequence[tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]]) -> None:
-        """Append one row of (tokens [L], loss mask [L]) documents. The mask of each first token is cleared."""
+    def add_row(
+        self,
+        documents: Sequence[tuple[Sequence[int] | np.ndarray, Sequence[bool] | np.ndarray]],
+        images: Sequence[Sequence[ImageFile]] = (),
+    ) -> None:
+        """Append one row of (tokens [L], loss mask [L]) documents. The mask of each first token is cleared.
+
+        Args:
+            images: of each document; none at all for a row without.
+        """
         if not documents:
             raise ValueError("a row needs at least one document")
-        for tokens, loss_mask in documents:
+        shown = images or [()] * len(documents)
+        for (tokens, loss_mask), own in zip(documents, shown, strict=True):
             self._add_document(np.asarray(tokens), np.array(loss_mask, dtype=bool))
+            self._images.add(own)
         self._row_offsets.append(len(self._document_offsets) - 1)
 
     def _add_document(self, tokens_L: np.ndarray, mask_L: np.ndarray) -> None:
@@ -198,6 +220,7 @@ class TokenStoreWriter:
         self._mask.append(np.packbits(self._pending_bits))
         self._tokens.close()
         self._mask.close()
+        self._images.close()
         documents = len(self._document_offsets) - 1
         np.save(self.path / "document_offsets.npy", np.array(self._document_offsets, dtype=np.int64))
         np.save(self.path / "row_offsets.npy", np.array(self._row_offsets, dtype=np.int64))
@@ -214,41 +237,4 @@ class TokenStoreWriter:
         else:
             self._tokens.abandon()
             self._mask.abandon()
-
-
-class _GrowingArray:
-    """A one-dimensional .npy file that is appended to; its header is rewritten in place on closing."""
-
-    def __init__(self, path: Path, dtype: np.dtype) -> None:
-        self._path, self._dtype, self._length = path, dtype, 0
-        self._file: BinaryIO = path.open("wb")
-        self._header_size = self._write_header()
-
-    def append(self, values: np.ndarray) -> None:
-        self._file.write(np.ascontiguousarray(values, dtype=self._dtype).data)
-        self._length += len(values)
-
-    def close(self) -> None:
-        self._file.seek(0)
-        size = self._write_header()
-        self._file.close()
-        if size != self._header_size:
-            raise RuntimeError(f"{self._path}: the header grew from {self._header_size} to {size} bytes")
-
-    def abandon(self) -> None:
-        self._file.close()
-        self._path.unlink(missing_ok=True)
-
-    def _write_header(self) -> int:
-        # numpy pads the header so that the first axis can grow without moving the data.
-        header = {"descr": self._dtype.str, "fortran_order": False, "shape": (self._length,)}
-        np.lib.format.write_array_header_1_0(self._file, header)
-        return self._file.tell()
-
-
-def _map_array(path: Path) -> np.ndarray:
-    try:
-        # A plain view: slicing the memmap subclass costs several times as much.
-        return np.load(path, mmap_mode="r").view(np.ndarray)
-    except (OSError, ValueError) as error:
-        raise DataError(f"token store {path.parent}: {path.name} cannot be read ({error}); build it again") from None
+            self._images.abandon()

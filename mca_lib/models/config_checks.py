@@ -83,6 +83,7 @@ def check_rotary(config: "McaModelConfig") -> None:
 
 
 _NOT_IN_HYBRIDS: dict[str, tuple[object, str]] = {
+    "vision": (None, "a vision tower"),
     "zero_centered_norms": (False, "zero-centred norms"),
     "gated_delta_net": (None, "layers with a gated delta net"),
     "attention_output_gate": (False, "a gate on the output of attention"),

@@ -10,6 +10,7 @@ Which weights these are is read off the family's weight table. No torch at impor
 
 import difflib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mca_lib.converter.plan import Entry, entries
@@ -30,7 +31,7 @@ def frozen_weights(config: McaModelConfig, freeze: Sequence[str]) -> frozenset[s
     Raises:
         ConfigError: a name is none of the model's, parts what Megatron holds as one weight, or all is frozen.
     """
-    table = list(entries(config))
+    table = list(entries(replace(config, source_prefixes={})))
     if TRANSFORMER in freeze and not config.mamba_layers:
         raise ConfigError(
             f"training.freeze: {TRANSFORMER} is all of a hybrid but its Mamba layers, and this model has none; leave "

@@ -5,6 +5,7 @@ from typing import Protocol
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.freeze import frozen_weights
+from mca_lib.models.vision.freeze import frozen_modules
 
 
 class TrainingOptions(Protocol):
@@ -19,7 +20,9 @@ class TrainingOptions(Protocol):
 
 def check_training_options(config: McaModelConfig, options: TrainingOptions) -> None:
     """Raises ConfigError when an option has no effect on this model, or names what it does not have."""
-    frozen_weights(config, options.freeze)
+    frozen_weights(config, frozen_modules(config, options))
+    if config.vision is not None and getattr(options, "stage", None) == "dpo":
+        raise ConfigError(f"training.stage: dpo: a {config.model_type} model is trained with stage sft or pt alone")
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
         if getattr(options, name) and config.moe is None:
             raise ConfigError(

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +72,16 @@ class MicroBatch:
     """Bounds of the documents in the whole sequence of T tokens."""
     num_tokens: int
     """Tokens of the micro batch that are no padding, over all context parallel ranks."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of the tokens, as the model takes them."""
+        return self.position_ids_1S
+
+    @property
+    def model_arguments(self) -> dict[str, Any]:
+        """Further arguments of the model."""
+        return {}
 
 
 def collate(

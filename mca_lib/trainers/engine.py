@@ -235,12 +235,13 @@ def _forward_step(
     batch = next(batches)
     output = model(
         batch.input_ids_1S,
-        batch.position_ids_1S,
+        batch.positions,
         None,
         labels=batch.labels_1S,
         # Turns on the loss of multi-token prediction, which is one per token.
         loss_mask=batch.loss_mask_1S if isinstance(objective, TokenObjective) else None,
         packed_seq_params=batch.packed,
         padding_mask=batch.rows_1S,  # read by routers alone
+        **batch.model_arguments,
     )
     return output, partial(objective, batch=batch)

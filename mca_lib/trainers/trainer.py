@@ -46,6 +46,7 @@ from mca_lib.trainers.row_checks import check_loss, check_rows
 from mca_lib.trainers.schedule import BatchShape
 from mca_lib.trainers.stopping import StopRequest, leave_after, leave_if_requested
 from mca_lib.trainers.training_args import TrainingArguments
+from mca_lib.trainers.vision_batches import collator_of
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class McaTrainer:
         self._saver = CheckpointSaver(self.output_dir, self.engine, keep)
         self._best = BestModel(self.output_dir, model) if args.load_best_model_at_end else None
         self._alignment = Alignment.of(args)
+        splits = [store for store in (train_dataset, eval_dataset) if store is not None]
+        self._images = {id(store): collator_of(model.mca_config, store.path) for store in splits}
         self._is_rank_0 = dist.get_rank() == 0
         self.callbacks = Callbacks(callbacks, args, model, self.engine, self.schedule)
         self._told_saved: int | None = None
@@ -239,7 +242,7 @@ class McaTrainer:
 
     def _collate(self, store: Rows, rows: Sequence[Row], length: int) -> MicroBatch:
         """One micro batch of `rows`, which are of `store`."""
-        return collate(
+        batch = collate(
             rows,
             length,
             self._alignment,
@@ -247,6 +250,8 @@ class McaTrainer:
             parallel_state.get_context_parallel_rank(),
             parallel_state.get_context_parallel_world_size(),
         )
+        images = self._images[id(store)]
+        return batch if images is None else images(batch, rows)
 
     def _log_steps(self, step: int, totals: Totals, metrics: StepMetrics, learning_rate: float, meter: Meter) -> float:
         """A line of the log over the steps since the last one. Returns its loss."""

@@ -4,6 +4,4 @@ from dataclasses import replace
 
 from mca_lib.models.families import qwen2_vl
 
-FAMILY = replace(
-    qwen2_vl.FAMILY, model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration"
-)
+FAMILY = replace(qwen2_vl.FAMILY, model_type="qwen2_5_vl", architecture="Qwen2_5_VLForConditionalGeneration")

@@ -2,7 +2,7 @@
 
                 flat (transformers 4)                        nested (transformers 5)
     config      text fields beside vision_config             text_config and vision_config
-    weights     model.layers.0 ...   visual.blocks.0 ...     model.language_model.layers.0 ...  model.visual.blocks.0 ...
+    weights     model.layers.0 …   visual.blocks.0 …         model.language_model.layers.0 …   model.visual.blocks.0 …
 
 Both spellings of each are read, in any combination, and an export has the source's. Weight tables, adapters and
 `freeze` speak the names of transformers 5, which are those of its modules. The tower's config is carried as it is.
@@ -31,7 +31,14 @@ _TOKENS = {
 }
 _OWN = ("text_config", "vision_config", "vision_token_id", *_TOKENS)
 """Fields of the whole, which the language model does not have."""
-_SHARED = ("model_type", "architectures", "tie_word_embeddings", "auto_map", "is_encoder_decoder", "quantization_config")
+_SHARED = (
+    "model_type",
+    "architectures",
+    "tie_word_embeddings",
+    "auto_map",
+    "is_encoder_decoder",
+    "quantization_config",
+)
 """Fields that the view of the language model takes from the whole."""
 _MROPE = ("mrope_section", "mrope_interleaved")
 _ROPES = ("rope_scaling", "rope_parameters")

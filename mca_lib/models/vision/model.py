@@ -9,6 +9,7 @@ for, counted over all images of the micro batch, and -1 for text. A micro batch 
 B batch, S tokens on this rank, T over all context parallel ranks, F features of images, H hidden size.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -98,7 +99,7 @@ class McaVisionModel(McaGPTModel):
         if position_ids.ndim == 2:
             if packed is not None and ranks > 1:
                 bounds = document_bounds(packed)
-                lengths = [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+                lengths = [b - a for a, b in itertools.pairwise(bounds)]
                 position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
             return position_ids.expand(AXES, *position_ids.shape)
         if packed is not None or ranks == 1:

@@ -23,7 +23,7 @@ class ThreeAxesRotaryEmbedding(torch.nn.Module):
         self.register_buffer("inv_freq", frequencies_D, persistent=False)
         self.register_buffer("axes", axes_D, persistent=False)
 
-    def _apply(self, fn, recurse: bool = True):  # noqa: ANN001, ANN202
+    def _apply(self, fn, recurse: bool = True):
         """Moves; a cast to bf16 would round the frequencies."""
         frequencies_D = self.inv_freq
         super()._apply(fn, recurse)

@@ -93,7 +93,9 @@ class VisionTower:
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.stack(levels, dim=1)
 
-    def _gathered(self, own_FLH: torch.Tensor, grids: tuple[Grid, ...], held: list[list[int]], group: Any) -> torch.Tensor:
+    def _gathered(
+        self, own_FLH: torch.Tensor, grids: tuple[Grid, ...], held: list[list[int]], group: Any
+    ) -> torch.Tensor:
         """All features in the order of the images, from each rank's own; shares are padded to one length."""
         counts = [sum(features(grids[i], self.merge) for i in images) for images in held]
         longest = max(counts)

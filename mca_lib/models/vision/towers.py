@@ -134,7 +134,10 @@ def _qwen3(s: Sizes) -> Tensors:
     mergers = [("merger", s.hidden), *((f"deepstack_merger_list.{i}", s.merged) for i in range(s.deepstack))]
     for merger, normed in mergers:
         found += _both(f"{merger}.norm", normed)
-        found += [*_both(f"{merger}.linear_fc1", s.merged, s.merged), *_both(f"{merger}.linear_fc2", s.output, s.merged)]
+        found += [
+            *_both(f"{merger}.linear_fc1", s.merged, s.merged),
+            *_both(f"{merger}.linear_fc2", s.output, s.merged),
+        ]
     return found
 
 

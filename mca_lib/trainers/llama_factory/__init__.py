@@ -40,6 +40,8 @@ def check_model(config: "McaModelConfig", *, adapters: bool) -> None:
     """Raise ConfigError for a model that transformers' classes cannot train without losing a part of it."""
     if config.hybrid is not None:
         raise ConfigError("training.use_mca: LLaMA-Factory's trainers have no hybrid models; use true")
+    if config.vision is not None:
+        raise ConfigError("training.use_mca: models that see images are trained on Megatron-Core alone; use true")
     if config.mtp_num_layers:
         raise ConfigError(
             "training.use_mca: LLaMA-Factory's trainers drop the multi-token prediction layers of this model; use true"

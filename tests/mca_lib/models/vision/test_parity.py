@@ -1,0 +1,46 @@
+"""Vision-language models have transformers' losses and gradients, whoever encodes the images, and without any."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mca_lib.models.layouts import LAYOUTS
+from tests.mca_lib.models.vision import vision_ranks
+
+# As for models of text; the tower's gradients are summed over ranks that each have some of the images.
+LOSS, GRADIENT = 1e-4, 1e-4
+FAMILIES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
+
+
+@pytest.fixture(scope="module")
+def models(ranks: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("hf")
+    ranks(1, vision_ranks.prepare, directory, FAMILIES)
+    return directory
+
+
+@pytest.mark.parametrize("layout", ["one rank", "TP2", "TP2 with sequence parallel", "PP2", "CP2"])
+def test_losses_and_gradients_equal_transformers(ranks: Any, models: Path, layout: str) -> None:
+    world_size, sizes = LAYOUTS[layout]
+    # The tower, mRoPE and deepstack differ; what a layout does to them does not, but for the one with deepstack.
+    families = FAMILIES if layout == "one rank" else ["qwen2_5_vl", "qwen3_vl"]
+    check(ranks(world_size, vision_ranks.compare, models, families, sizes), families)
+
+
+def test_gradients_are_the_same_with_activations_computed_again(ranks: Any, models: Path) -> None:
+    check(ranks(2, vision_ranks.compare, models, ["qwen3_vl"], {"pipeline": 2}, "full"), ["qwen3_vl"])
+
+
+def test_tensor_and_context_parallel_ranks_share_the_images(ranks: Any, models: Path) -> None:
+    sizes = {"tensor": 2, "context": 2, "sequence_parallel": True}
+    check(ranks(4, vision_ranks.compare, models, ["qwen3_vl"], sizes), ["qwen3_vl"])
+
+
+def check(reports: list[dict[str, Any]], families: list[str]) -> None:
+    for family in families:
+        errors = [report[family] for report in reports]
+        assert max(e.loss for e in errors) <= LOSS, (family, errors)
+        assert max(e.gradient for e in errors) <= GRADIENT, (family, errors)
+        assert any(e.loss > 0 for e in errors), (family, errors)
+        assert all(e.parameters > 0 for e in errors), (family, errors)
