@@ -16,7 +16,7 @@ def _run_name() -> str:
     return f"{name} · evaluation {flow_run.scheduled_start_time:%Y-%m-%d %H:%M}"
 
 
-@flow(name="mcaflow-evaluate", flow_run_name=_run_name, persist_result=False, **hooks.HOOKS)
+@flow(name="mcaflow-evaluate", flow_run_name=_run_name, persist_result=False, log_prints=True, **hooks.HOOKS)
 def evaluate_only(config: PipelineConfig, again: bool = False) -> PipelineResult:
     """Evaluate the model that the recipe has trained.
 

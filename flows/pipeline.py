@@ -38,7 +38,7 @@ def _run_name() -> str:
     return f"{name or 'mcaflow'} · {flow_run.scheduled_start_time:%Y-%m-%d %H:%M}"
 
 
-@flow(name="mcaflow", flow_run_name=_run_name, persist_result=False, **hooks.HOOKS)
+@flow(name="mcaflow", flow_run_name=_run_name, persist_result=False, log_prints=True, **hooks.HOOKS)
 def pipeline(
     config: PipelineConfig, refresh: list[StageName] | None = None, until: StageName | None = None
 ) -> PipelineResult | State:

@@ -1,7 +1,8 @@
 """What a running stage tells: to the terminal of the person who started the run, and to Prefect.
 
 Prefect gets a progress artifact per stage, at most one call every few seconds (each is a request to its server), and
-the log lines that matter. A server that does not answer costs a warning, never the training.
+the log lines that matter: of progress one every half minute, evaluations and the last step. A server that does not
+answer costs a warning, never the training.
 """
 
 import contextvars
@@ -15,6 +16,8 @@ from flows.console import current_console, describe_metrics, fraction
 
 _INTERVAL_S = 3.0
 """Seconds between two updates of a progress artifact."""
+_LOG_INTERVAL_S = 30.0
+"""Seconds between two lines of the run's log about the progress of a stage; a training may make many steps in each."""
 
 
 class StageReporter:
@@ -29,6 +32,7 @@ class StageReporter:
         self._lock = Lock()
         self._artifact: UUID | None = None
         self._updated = 0.0
+        self._logged = time.monotonic()
         self._started = False
         self._server_answers = True
 
@@ -36,11 +40,14 @@ class StageReporter:
         """``done`` of ``total`` units (None: unknown), with metrics such as ``loss`` or ``tokens_per_second``."""
         note = describe_metrics(metrics)
         self._show_started()
+        # Of a training: its evaluations, and the last step.
+        keep = "step" in metrics and ("eval_loss" in metrics or done == total)
         if self._console:
-            # Of a training: its evaluations, and the last step.
-            keep = "step" in metrics and ("eval_loss" in metrics or done == total)
             self._console.progress(self._stage, done, total, note, keep=keep)
         with self._lock:
+            if keep or time.monotonic() - self._logged >= _LOG_INTERVAL_S:
+                self._logged = time.monotonic()
+                self._logger.info(f"{fraction(done, total)}  {note}".rstrip())
             if (total is None or done < total) and time.monotonic() - self._updated < _INTERVAL_S:
                 return
             self._updated = time.monotonic()

@@ -14,7 +14,7 @@ from mca_lib.models.config import read_json
 from tasks.record import ArtifactRecord
 from tasks.store import Artifact, ArtifactStore, Lineage
 
-CURVES = {"loss": {"loss": "training", "eval_loss": "held out"}, "learning rate": {"learning_rate": "learning rate"}}
+CURVES = {"loss": {"loss": "training", "eval_loss": "held out"}, "learning rate": {"learning_rate": "training"}}
 """Title of a chart -> the curves of a training's record that it has, and what they are called there."""
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 640, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 28, 28
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 28, 38
 _COLOURS = ("#2a78c8", "#d9731a", "#3a9a4b")
 """Each has a contrast of 3 or more with white and with #16181d."""
 _INK = "#808790"
@@ -28,11 +28,11 @@ def line_chart(title: str, series: Sequence[Series], x_label: str = "step") -> s
         return ""
     x_axis = _Axis.over([x for each in drawn for x, _ in each.points], _LEFT, WIDTH - _RIGHT)
     y_axis = _Axis.over([y for each in drawn for _, y in each.points if y is not None], HEIGHT - _BOTTOM, _TOP)
-    parts = [*_frame(x_axis, y_axis, x_label)]
+    parts = [*_frame(x_axis, y_axis, x_label), _text(_LEFT, 16, title, "start", _INK)]
     for index, each in enumerate(drawn):
         colour = _COLOURS[index % len(_COLOURS)]
         parts += _curve(each, x_axis, y_axis, colour)
-        parts.append(_text(_LEFT + 120 * index, 16, each.name, "start", colour))
+        parts.append(_text(WIDTH - _RIGHT - 100 * (len(drawn) - 1 - index), 16, each.name, "end", colour))
     label = escape(f"{title}: {', '.join(each.name for each in drawn)}", quote=True)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
@@ -85,7 +85,7 @@ def _frame(x_axis: _Axis, y_axis: _Axis, x_label: str) -> list[str]:
     for value in x_axis.marks():
         parts.append(_text(float(x_axis(value)), bottom + 16, _short(value), "middle"))
     parts.append(f'<path d="M{left} {_TOP}V{bottom}H{right}" fill="none" stroke="{_INK}"/>')
-    parts.append(_text(right, bottom + 27, x_label, "end"))
+    parts.append(_text((left + right) / 2, HEIGHT - 4, x_label, "middle"))
     return parts
 
 

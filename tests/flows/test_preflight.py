@@ -131,3 +131,31 @@ def test_a_hybrid_is_accepted_with_the_pattern_that_is_printed_for_it(four_layer
     pattern = pattern_for(None, Path(four_layers.model.name_or_path), mamba_every=2)
     assert pattern == pattern_for(4, None, mamba_every=2) == "M*-*-M*-*-"
     check_recipe(hybrid(four_layers, pattern))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"eval": {"tasks": ["no_such_task"]}}, r"^eval\.tasks: 'no_such_task' is no task"),
+        ({"eval": {"tasks": ["arc_easy"], "engine": "vllm"}}, r"^eval\.engine: the package vllm is not installed"),
+        (
+            {"eval": {"tasks": ["arc_easy"]}, "promote": {"model": "chat", "gate": ["arc_easy.accuracy > 0.3"]}},
+            r"^promote\.gate: .*: no task measures arc_easy\.accuracy; measured: arc_easy\.acc, arc_easy\.acc_norm$",
+        ),
+    ],
+)
+def test_tasks_are_checked_before_anything_runs(tmp_path: Path, fields: dict, said: str):
+    config = PipelineConfig.model_validate(recipe(tmp_path).model_dump() | fields)
+    with pytest.raises(ConfigError, match=said):
+        check_recipe(config)
+
+
+def test_a_hub_is_asked_where_tasks_are_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config = recipe(tmp_path)
+    with_tasks = PipelineConfig.model_validate(config.model_dump() | {"eval": {"tasks": ["arc_easy"]}})
+    check_recipe(with_tasks)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match="allenai/ai2_arc is on a hub, and HF_HUB_OFFLINE forbids"):
+        check_pending(with_tasks)
+    check_pending(config)
