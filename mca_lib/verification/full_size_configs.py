@@ -4,6 +4,7 @@ from typing import Any
 
 from mca_lib.models.layout import Layout
 from mca_lib.models.memory import Training
+from mca_lib.verification import full_size_more
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -33,6 +34,7 @@ _QWEN3_5_ROPE = {
 }
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    **full_size_more.CONFIGS,
     "Llama-3.1-405B": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -213,6 +215,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 LAYOUTS: dict[str, tuple[int, Layout, Training]] = {
+    **full_size_more.LAYOUTS,
     "Llama-3.1-405B": (
         1024,
         Layout(tensor=8, pipeline=16, sequence_parallel=True, first_stage_layers=7, last_stage_layers=7),

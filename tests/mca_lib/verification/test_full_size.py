@@ -23,6 +23,9 @@ PUBLISHED = {
     "Qwen3-Next-80B-A3B": (80, 3 + 0.87),  # the card counts no embedding and output layer
     "Qwen3.5-27B": (27, 27),
     "Seed-OSS-36B": (36, 36),
+    "OLMo-2-32B": (32.2, 32.2),
+    "Gemma-3-27B": (27.0, 27.0),
+    "GPT-OSS-120B": (116.8, 5.13 + 0.58),  # the paper counts no embedding among the active ones
 }
 
 
