@@ -32,7 +32,7 @@ import torch
 from mca_lib.adapters.peft_files import is_adapter
 from mca_lib.converter.remote_files import admit_own_code
 from mca_lib.data.token_store import TokenStore
-from mca_lib.errors import ModelError
+from mca_lib.errors import ConfigError, ModelError
 from mca_lib.evaluation.batch_size import fitting
 from mca_lib.evaluation.harness import Figures, TaskSpec, run_tasks, run_tasks_with_vllm
 from mca_lib.evaluation.preference import pair_figures
@@ -91,6 +91,8 @@ def evaluate(spec: dict[str, Any], progress: Callable[..., None]) -> dict[str, A
         prompts = held_out_prompts(documents[chosen], tokenizer, job.num_samples)
 
     tasks = TaskSpec(**job.tasks) if job.tasks else None
+    if tasks and tasks.engine == "vllm" and (adapters := [d for d in job.models.values() if is_adapter(d)]):
+        raise ConfigError(f"eval.engine: vllm runs whole models, {adapters[0]} is an adapter; use transformers")
     per_model = len(documents) + len(prompts) + bool(tasks)
     found: dict[str, _Found] = {}
     for index, (name, directory) in enumerate(job.models.items()):

@@ -293,3 +293,11 @@ def test_job_in_a_process_of_its_own(spec, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "progress").read_text().splitlines()]
     assert lines[-1] == {"done": 28, "total": 28, "model": "trained"}
     assert [line["done"] for line in lines] == sorted(line["done"] for line in lines)
+
+
+def test_vllm_is_not_asked_to_run_an_adapter(spec, tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
+    models = spec["models"] | {"trained": str(tmp_path / "adapter")}
+    with pytest.raises(ConfigError, match=r"^eval\.engine: vllm runs whole models, .*adapter is an adapter"):
+        _run(spec, models=models, tasks={"names": ["any"], "engine": "vllm"})
