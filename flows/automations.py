@@ -1,6 +1,6 @@
 """Automations of the server: what happens to runs that nobody is running any more, and who is told of failures.
 
-The server recognizes a dead run by the absence of its heartbeats. `ZOMBIE_WITHIN` is several of them: with fewer, a
+The server recognizes a dead run by the absence of its heartbeats. `zombie_within` is several of them: with fewer, a
 machine that is busy for a minute has a healthy run called Crashed while it goes on.
 """
 
@@ -14,12 +14,11 @@ from prefect.events.schemas.events import ResourceSpecification
 from prefect.exceptions import ObjectNotFound
 from prefect.states import StateType
 
-from flows.deployments import HEARTBEAT_SECONDS
+from flows.deployments import heartbeat_seconds
 from mca_lib.errors import ConfigError
 
 ZOMBIE = "mcaflow: runs without a sign of life"
 ALERT = "mcaflow: failed runs"
-ZOMBIE_WITHIN = timedelta(seconds=4 * HEARTBEAT_SECONDS)
 BLOCK = "mcaflow-alerts"
 FLOWS = ["mcaflow", "mcaflow-evaluate", "mcaflow-watch"]
 
@@ -47,8 +46,14 @@ def install(client: SyncPrefectClient, notify: str | None) -> None:
         _put(client, alerts(client, notify))
 
 
+def zombie_within() -> timedelta:
+    """For which a run may be silent."""
+    return timedelta(seconds=4 * heartbeat_seconds())
+
+
 def zombies() -> AutomationCore:
     """Runs whose heartbeat has stopped become Crashed."""
+    within = zombie_within()
     trigger = EventTrigger(
         after={"prefect.flow-run.heartbeat"},
         expect={"prefect.flow-run.*"},
@@ -57,13 +62,13 @@ def zombies() -> AutomationCore:
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
-        within=ZOMBIE_WITHIN,
+        within=within,
     )
-    message = f"No sign of life for {ZOMBIE_WITHIN.total_seconds():.0f} s: its process or its machine is gone."
+    message = f"No sign of life for {within.total_seconds():.0f} s: its process or its machine is gone."
     action = ChangeFlowRunState(state=StateType.CRASHED, message=message)
     return AutomationCore(
         name=ZOMBIE,
-        description=f"Without a heartbeat for {ZOMBIE_WITHIN.total_seconds():.0f} s a run is Crashed.",
+        description=f"Without a heartbeat for {within.total_seconds():.0f} s a run is Crashed.",
         trigger=trigger,
         actions=[action],
     )

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from flows.recipe import PipelineConfig
+from mca_lib.errors import ConfigError
 
 POOL = "mcaflow"
 HEARTBEAT_SECONDS = 60
-"""Between two signs of life of a run; `flows.automations` waits for several of them."""
+_HEARTBEAT = "PREFECT_FLOWS_HEARTBEAT_FREQUENCY"
 
 # Fields that name files or folders, as section.field; a value may be a list.
 _PATHS = (
@@ -112,13 +113,24 @@ def portable(config: PipelineConfig) -> dict[str, Any]:
     return content
 
 
+def heartbeat_seconds() -> int:
+    """Between two signs of life of a run; `flows.automations` waits for several of them.
+
+    The environment may say otherwise, 30 at least; then it must for the server and for who deploys.
+    """
+    given = os.environ.get(_HEARTBEAT, str(HEARTBEAT_SECONDS))
+    if not given.isdecimal() or int(given) < 30:
+        raise ConfigError(f"{_HEARTBEAT}: {given!r} is no number of seconds; 30 is the least")
+    return int(given)
+
+
 def job_variables(config: PipelineConfig) -> dict[str, Any]:
     """What a worker gives to a run beside its own environment."""
     return {
         "env": {
             # A server that is away for half an hour must not fail a training that took days.
             "PREFECT_CLIENT_MAX_RETRIES": "10",
-            "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": str(HEARTBEAT_SECONDS),
+            _HEARTBEAT: str(heartbeat_seconds()),
             # Not below PREFECT_HOME by itself (Prefect 3.9, issue 23046).
             "PREFECT_RESULTS_LOCAL_STORAGE_PATH": os.path.join(_absolute(config.store.path), ".prefect-results"),
             "DO_NOT_TRACK": "1",

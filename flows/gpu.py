@@ -3,17 +3,24 @@
 Only the computing of the stage *train* holds it: what the store has, or another run computes, needs no GPU.
 The limit is the server's (`mcaflow server up` makes it); where there is none, nobody waits. A lease that the server
 forgets, say because it was restarted with leases in memory, costs a warning, not the training.
+
+The lease stands among the labels of the run. So whoever finds the run dead can give its slots back at once: the hook
+that the worker calls, and the next attempt at the run. Else they are free again when the lease ends. That is why this
+does not use Prefect's `concurrency` (3.9), which keeps its lease to itself.
 """
 
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
+from uuid import UUID
 
+import httpx
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.responses import GlobalConcurrencyLimitResponse
-from prefect.concurrency.sync import concurrency
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.runtime import flow_run
 
 from mca_lib.errors import ConfigError
 from tasks.report import Reporter
@@ -21,8 +28,11 @@ from tasks.stage import Occupy
 from tasks.training_config import LauncherConfig
 
 LIMIT = "mcaflow-gpu"
+LABEL = "mcaflow.gpu-lease"
+LEASE_SECONDS = 300.0
+_RENEW_SECONDS = LEASE_SECONDS / 2
 _LOOK_SECONDS = 2.0
-_TRY_SECONDS = 10.0
+_FULL = 423
 
 
 def count() -> int:
@@ -49,8 +59,10 @@ def occupying(launcher: LauncherConfig, report: Reporter) -> Occupy:
                 f"launcher.nproc_per_node: {slots} ranks, but the server's limit {LIMIT} has {limit.limit} slots; use "
                 f"fewer ranks, or raise it (prefect gcl update {LIMIT} --limit {slots})"
             )
-        with ExitStack() as held:
-            _wait(held, slots, check, report)
+        run_id = UUID(flow_run.id) if flow_run.id else None
+        if run_id is not None:
+            release_left(run_id)  # by an attempt that was killed
+        with _held(_wait(slots, check, report), run_id, report):
             yield
 
     return occupy
@@ -66,19 +78,69 @@ def _limit() -> GlobalConcurrencyLimitResponse | None:
     return limit if limit.active else None
 
 
-def _wait(held: ExitStack, slots: int, check: Callable[[], None], report: Reporter) -> None:
-    """Enter the limit once it has room; the run can be cancelled while it waits."""
+def release_left(run_id: UUID) -> None:
+    """Give back the slots of a run of which no process is left; harmless where it has none."""
+    with get_client(sync_client=True) as client:
+        if lease := client.read_flow_run(run_id).labels.get(LABEL):
+            client.release_concurrency_slots_with_lease(UUID(str(lease)))
+            client.update_flow_run_labels(run_id, {LABEL: ""})
+
+
+def _wait(slots: int, check: Callable[[], None], report: Reporter) -> UUID | None:
+    """Take the slots once the limit has room; the run can be cancelled while it waits. Returns the lease; None
+    where the limit is gone meanwhile.
+    """
     told = False
     while True:
         check()
         limit = _limit()
-        if limit is None or limit.active_slots + slots <= limit.limit:
-            try:
-                held.enter_context(concurrency(LIMIT, slots, timeout_seconds=_TRY_SECONDS))
-                return
-            except TimeoutError:
-                continue  # somebody was faster
+        if limit is None:
+            return None
+        if limit.active_slots + slots <= limit.limit:
+            with get_client(sync_client=True) as client:
+                try:
+                    taken = client.increment_concurrency_slots_with_lease([LIMIT], slots, "concurrency", LEASE_SECONDS)
+                    return UUID(taken.json()["lease_id"])
+                except PrefectHTTPStatusError as error:
+                    if error.response.status_code != _FULL:
+                        raise
+            continue  # somebody was faster
         if not told:
             report.info(f"waits for {slots} slots of {LIMIT}, where {limit.active_slots} of {limit.limit} are taken")
             told = True
         time.sleep(_LOOK_SECONDS)
+
+
+@contextmanager
+def _held(lease: UUID | None, run_id: UUID | None, report: Reporter) -> Iterator[None]:
+    """Renew the lease until the block ends, then give it back."""
+    if lease is None:
+        yield
+        return
+    with get_client(sync_client=True) as client:
+        if run_id is not None:
+            client.update_flow_run_labels(run_id, {LABEL: str(lease)})
+    ended = threading.Event()
+    renewing = threading.Thread(target=_renew, args=(lease, ended, report), daemon=True)
+    renewing.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        renewing.join(2)
+        with get_client(sync_client=True) as client:
+            client.release_concurrency_slots_with_lease(lease)
+            if run_id is not None:
+                client.update_flow_run_labels(run_id, {LABEL: ""})
+
+
+def _renew(lease: UUID, ended: threading.Event, report: Reporter) -> None:
+    while not ended.wait(_RENEW_SECONDS):
+        try:
+            with get_client(sync_client=True) as client:
+                client.renew_concurrency_lease(lease, LEASE_SECONDS)
+        except PrefectHTTPStatusError:  # it has forgotten the lease
+            report.warning(f"the slots of {LIMIT} are no longer reserved; the training goes on")
+            return
+        except httpx.HTTPError:
+            continue  # the server is away

@@ -24,6 +24,7 @@ from prefect.client.schemas.objects import FlowRun, State, StateType, TaskRun
 from prefect.client.schemas.sorting import LogSort, TaskRunSort
 from prefect.logging.handlers import APILogHandler
 
+from flows import gpu
 from tasks.process import kill_tagged, redact
 
 RUN_ID = "PREFECT__FLOW_RUN_ID"
@@ -44,18 +45,24 @@ def on_failure(flow: Flow, flow_run: FlowRun, state: State) -> None:
 
 def on_crashed(flow: Flow, flow_run: FlowRun, state: State) -> None:
     """The run's process died: end what it may have left, then say what is known."""
-    kill_tagged(str(flow_run.id), RUN_ID)
+    end(flow_run)
     leave_page(flow_run, state)
 
 
 def on_cancellation(flow: Flow, flow_run: FlowRun, state: State) -> None:
     """The run was cancelled: as after a crash."""
-    kill_tagged(str(flow_run.id), RUN_ID)
+    end(flow_run)
     leave_page(flow_run, state)
 
 
 HOOKS = {"on_failure": [on_failure], "on_crashed": [on_crashed], "on_cancellation": [on_cancellation]}
 """For the decorator of a flow."""
+
+
+def end(flow_run: FlowRun) -> None:
+    """No process of the run goes on, and its GPUs are free."""
+    kill_tagged(str(flow_run.id), RUN_ID)
+    gpu.release_left(flow_run.id)
 
 
 def leave_page(flow_run: FlowRun, state: State) -> None:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import prefect
@@ -9,6 +10,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.exceptions import ObjectNotFound
 
 from flows import automations, gpu
+from flows.deployments import heartbeat_seconds
 from flows.server import require_server
 from flows.server_settings import FILESYSTEM_LEASES
 
@@ -32,7 +34,7 @@ def find_problems(client: SyncPrefectClient, pool: str) -> Iterator[str]:
     version = client.api_version()
     if version != prefect.__version__:
         yield f"version: the server is Prefect {version}, this is {prefect.__version__}; use one version everywhere"
-    yield from _server_problems(client._client.get("/admin/settings").json()["server"])
+    yield from _server_problems(client.request("GET", "/admin/settings").json()["server"])
     yield from _client_problems()
     yield from _missing_parts(client, pool)
 
@@ -69,6 +71,14 @@ def _missing_parts(client: SyncPrefectClient, pool: str) -> Iterator[str]:
         if not any(found.enabled for found in client.read_automations_by_name(name)):
             how = "mcaflow server setup" + (" --notify URL" if name == automations.ALERT else "")
             yield f"automation {name!r}: absent or switched off; {how}"
+    for found in client.read_automations_by_name(automations.ZOMBIE):
+        within, beat = found.trigger.within, timedelta(seconds=heartbeat_seconds())
+        if within < 3 * beat:
+            yield (
+                f"automation {automations.ZOMBIE!r}: calls runs dead after {within.total_seconds():.0f} s, and those "
+                f"of this machine give a sign of life every {beat.total_seconds():.0f} s; have one "
+                "PREFECT_FLOWS_HEARTBEAT_FREQUENCY everywhere, then mcaflow server setup"
+            )
     try:
         found = client.read_work_pool(pool)
     except ObjectNotFound:

@@ -124,7 +124,7 @@ def serve(setup: Setup) -> None:
 
 def start_alone() -> NoReturn:
     """``mcaflow server start``: become the server, for systemd and containers, which start it again themselves."""
-    asyncio.run(give_time_to_report(automations.ZOMBIE, automations.ZOMBIE_WITHIN))
+    asyncio.run(give_time_to_report(automations.ZOMBIE, automations.zombie_within()))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "prefect", "server", "start"])
 
@@ -138,7 +138,7 @@ def _require_free(url: str) -> None:
 
 
 def _start_server(server: Child, url: str, stop: Stop) -> None:
-    asyncio.run(give_time_to_report(automations.ZOMBIE, automations.ZOMBIE_WITHIN))
+    asyncio.run(give_time_to_report(automations.ZOMBIE, automations.zombie_within()))
     server.start()
     deadline = time.monotonic() + STARTUP_SECONDS
     while not stop.asked and not _answers():
@@ -151,8 +151,8 @@ def _answers() -> bool:
     """Whether the API works; its health alone says little."""
     try:
         with get_client(sync_client=True) as client:
-            # Without the client's own attempts: a server that is starting is asked again here.
-            return client._client.post("/flows/filter", json={"limit": 1}).is_success
+            client.read_flows(limit=1)
+            return True
     except PrefectHTTPStatusError as error:
         if error.response.status_code in (401, 403):
             raise ConfigError(

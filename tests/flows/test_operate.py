@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 import uuid
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -83,6 +84,46 @@ def test_ranks_hold_a_slot_each_while_they_compute_and_the_next_run_can_be_cance
     assert taken(client) == 0
 
 
+def test_slots_of_a_dead_run_are_free_at_once(client: SyncPrefectClient, two_gpus: None):
+    occupy = gpu.occupying(LauncherConfig(nproc_per_node=2), LogReporter("train"))
+
+    kept = occupy(lambda: None)
+
+    @flow
+    def killed() -> None:
+        kept.__enter__()  # and never left, as by a SIGKILL
+
+    first = killed(return_state=True).state_details.flow_run_id
+    assert taken(client) == 2
+    gpu.release_left(first)
+    assert taken(client) == 0
+    gpu.release_left(first)
+    assert taken(client) == 0
+
+
+def test_a_lease_is_renewed_until_the_server_has_forgotten_it(
+    client: SyncPrefectClient, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu, "_RENEW_SECONDS", 0.01)
+    renewed, warned, leases = threading.Semaphore(0), threading.Event(), set()
+    renew = SyncPrefectClient.renew_concurrency_lease
+
+    def count(self: SyncPrefectClient, lease: uuid.UUID, seconds: float) -> None:
+        leases.add(lease)
+        renew(self, lease, seconds)
+        renewed.release()
+
+    monkeypatch.setattr(SyncPrefectClient, "renew_concurrency_lease", count)
+    report = LogReporter("train")
+    monkeypatch.setattr(LogReporter, "warning", lambda self, text: warned.set())
+    with gpu.occupying(LauncherConfig(nproc_per_node=1), report)(lambda: None):
+        for _ in range(2):
+            assert renewed.acquire(timeout=30)
+        assert not warned.is_set()
+        client.release_concurrency_slots_with_lease(*leases)
+        assert warned.wait(30)
+
+
 def test_what_the_store_has_needs_no_gpu(client: SyncPrefectClient, two_gpus: None, tmp_path: Path):
     seen = []
     store = ArtifactStore(tmp_path)
@@ -136,9 +177,15 @@ def test_automations_are_made_once_and_changed_only_when_they_differ(
         automations.install(client, "slack-webhook/absent")
 
 
-def test_healthy_runs_have_three_heartbeats_before_they_are_called_dead():
-    assert automations.ZOMBIE_WITHIN.total_seconds() >= 3 * HEARTBEAT_SECONDS
+def test_healthy_runs_have_three_heartbeats_before_they_are_called_dead(finished: Run, monkeypatch: pytest.MonkeyPatch):
+    assert automations.zombie_within().total_seconds() >= 3 * HEARTBEAT_SECONDS
     assert server_settings.CLIENT["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == str(HEARTBEAT_SECONDS)
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")
+    assert automations.zombie_within().total_seconds() == 120
+    assert job_variables(finished.config)["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "10")
+    with pytest.raises(ConfigError, match="PREFECT_FLOWS_HEARTBEAT_FREQUENCY: '10'"):
+        automations.zombie_within()
 
 
 def test_a_server_that_comes_back_gives_runs_time_to_report(client: SyncPrefectClient):
@@ -242,6 +289,7 @@ def test_a_crash_ends_what_carries_the_mark_of_the_run(client: SyncPrefectClient
     env = os.environ | {hooks.RUN_ID: str(flow_run.id)}
     orphan = subprocess.Popen(["sleep", "600"], env=env, start_new_session=True)
     hooks.on_crashed(flow=done, flow_run=flow_run, state=Crashed(message="killed"))
+    orphan.wait(10)  # raises when it lives
     assert not psutil.pid_exists(orphan.pid)
     assert "killed" in page_of(client, flow_run.id)
 
