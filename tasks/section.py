@@ -28,7 +28,12 @@ class Section(BaseModel):
     """One section of the recipe: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, validate_default=True, use_attribute_docstrings=True, allow_inf_nan=False
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        model_title_generator=lambda section: section.__name__.removesuffix("Config"),  # heads it in the UI's form
     )
 
     @field_validator("*", mode="before")
