@@ -16,7 +16,7 @@ from typing import Any
 from flows.graph import StageName
 from flows.plan import make_plan
 from flows.recipe import PipelineConfig
-from mca_lib.adapters.targets import check_split, target_names
+from mca_lib.adapters.targets import target_names
 from mca_lib.converter.headers import check_weights
 from mca_lib.data.formats import resolve_sources
 from mca_lib.data.rows import validate_sources
@@ -88,7 +88,7 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
     check_training_layout(model, config.parallel)
     check_training_options(model, config.training)
     if config.training.finetuning_type == "lora":
-        check_split(model, target_names(model, config.lora.target_modules), config.parallel.tensor)
+        target_names(model, config.lora.target_modules)
     if not config.training.use_mca:
         check_backend(model, adapters=config.training.finetuning_type == "lora")
     positions = hf_config.get("max_position_embeddings")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from mca_lib.adapters.targets import check_split, target_names
+from mca_lib.adapters.targets import target_names
 from mca_lib.checkpoint.sealed import RECORD_NAME, find_damage, set_damaged_aside
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
@@ -121,7 +121,7 @@ class TrainStage(Stage):
         if not self.training.use_mca:
             check_model(config, adapters=self._trains_adapters)
         if self._trains_adapters:
-            check_split(config, target_names(config, self.lora.target_modules), self.parallel.tensor)
+            target_names(config, self.lora.target_modules)
         final, result = ctx.work / "final", ctx.work / RESULT_NAME
         stats = self._finished(ctx, final, result)
         if stats is None:

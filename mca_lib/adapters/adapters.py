@@ -7,17 +7,18 @@ In a checkpoint an adapter has the names of a PEFT file, whole tensors whatever 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
-from mca_lib.adapters.lora import LoraLinear, LoraPair
+from mca_lib.adapters.lora import LoraLinear, LoraPair, Span
 from mca_lib.adapters.peft_files import peft_name
 from mca_lib.adapters.settings import check_lora_config, scaling, targets_of
-from mca_lib.adapters.targets import WEIGHT, check_split, linear_layers, target_names
+from mca_lib.adapters.targets import WEIGHT, linear_layers, target_names
 from mca_lib.errors import ConfigError
 from mca_lib.models.freeze import let_gradients_through
 from mca_lib.models.naming import EXPERT, checkpoint_parameters
@@ -39,7 +40,7 @@ class Adapters(torch.nn.Module):
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[()] = (), metadata: dict[str, Any] | None = None
-    ) -> dict[str, ShardedTensor]:
+    ) -> dict[str, ShardedTensor | ShardedTensorFactory]:
         """Own name of every parameter → where it lies in the whole tensor."""
         return {
             f"{prefix}layers.{i}.pairs.{j}.{matrix}": sharded
@@ -52,7 +53,7 @@ class Adapters(torch.nn.Module):
         return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
 
 
-def _sharded(layer: LoraLinear, pair: LoraPair) -> Iterator[tuple[str, ShardedTensor]]:
+def _sharded(layer: LoraLinear, pair: LoraPair) -> Iterator[tuple[str, ShardedTensor | ShardedTensorFactory]]:
     replica = (
         parallel_state.get_expert_data_parallel_rank()
         if layer.is_expert
@@ -61,24 +62,43 @@ def _sharded(layer: LoraLinear, pair: LoraPair) -> Iterator[tuple[str, ShardedTe
     outputs, inputs = pair.shape
     for matrix, parameter, shape, offset in (
         ("lora_A", pair.lora_A, (pair.r, inputs), (0, pair.columns[0])),
-        ("lora_B", pair.lora_B, (outputs, pair.r), (pair.rows[0], 0)),
+        ("lora_B", pair.lora_B, (outputs, pair.r), (pair.rows[0][0] if pair.rows else 0, 0)),
     ):
         if parameter is None:
             continue
         copies = layer.group.rank() if tuple(parameter.shape) == shape else 0
-        yield (
-            matrix,
-            ShardedTensor(
-                key=peft_name(pair.name, matrix),
-                data=parameter,
-                dtype=parameter.dtype,
-                local_shape=tuple(parameter.shape),
-                global_shape=shape,
-                global_offset=offset,
-                axis_fragmentations=None,  # the shares need not be equal
-                replica_id=(0, copies, replica),
-            ),
+        sharded = ShardedTensor(
+            key=peft_name(pair.name, matrix),
+            data=parameter,
+            dtype=parameter.dtype,
+            local_shape=tuple(parameter.shape),
+            global_shape=shape,
+            global_offset=offset,
+            axis_fragmentations=None,  # the shares need not be equal
+            replica_id=(0, copies, replica),
         )
+        yield matrix, _in_pieces(sharded, pair.rows) if matrix == "lora_B" and len(pair.rows) > 1 else sharded
+
+
+def _in_pieces(whole: ShardedTensor, rows: tuple[Span, ...]) -> ShardedTensorFactory:
+    """Rows that lie end to end here, and apart in the module."""
+
+    def build(key: str, tensor: torch.Tensor, replica_id: tuple[int, int, int], _: None) -> list[ShardedTensor]:
+        split = tensor.split([stop - start for start, stop in rows])
+        return [
+            replace(
+                whole,
+                key=key,
+                data=part,
+                dtype=part.dtype,
+                local_shape=tuple(part.shape),
+                global_offset=(start, 0),
+                replica_id=replica_id,
+            )
+            for (start, _), part in zip(rows, split, strict=True)
+        ]
+
+    return ShardedTensorFactory(whole.key, whole.data, build, torch.cat, whole.replica_id)
 
 
 def apply_megatron_lora(models: "VirtualModels", lora: "LoraConfig", seed: int = 42) -> None:
@@ -95,7 +115,6 @@ def apply_megatron_lora(models: "VirtualModels", lora: "LoraConfig", seed: int =
     if models.lora_config is not None:
         raise RuntimeError("the model has adapters already")
     names = target_names(models.mca_config, targets_of(lora))
-    check_split(models.mca_config, names, models.config.tensor_model_parallel_size)
     entries = {entry.mca: entry for entry in linear_layers(models.mca_config)}
     for model in models:
         model.requires_grad_(False)

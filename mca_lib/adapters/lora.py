@@ -41,13 +41,27 @@ from megatron.core.tensor_parallel.random import (
     get_expert_parallel_rng_tracker_name,
 )
 
-from mca_lib.adapters.targets import consecutive, modules
+from mca_lib.adapters.targets import modules
 from mca_lib.converter.mapping import Segment
 from mca_lib.converter.mappings import Row
 from mca_lib.converter.plan import Entry
 from mca_lib.models.config import McaModelConfig
 from mca_lib.named_random import named_generator
 from mca_lib.parallel import tensor_place
+
+Span = tuple[int, int]
+"""(First, behind the last) of consecutive rows or columns."""
+
+
+def pieces(segments: Sequence[Segment]) -> tuple[Span, ...]:
+    """What segments of one tensor cover, from its beginning on; neighbours are one piece."""
+    found: list[Span] = []
+    for _, start, stop in sorted(segments):
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return tuple(found)
 
 
 class LoraPair(torch.nn.Module):
@@ -56,19 +70,19 @@ class LoraPair(torch.nn.Module):
     Args:
         name: of the module.
         shape: (outputs, inputs) of its weight.
-        rows: this rank's outputs, consecutive; may be none.
+        rows: this rank's outputs, in as many pieces as its layer has of the module, which may be none.
         columns: this rank's inputs.
     """
 
     def __init__(
-        self, name: str, shape: tuple[int, int], rows: tuple[int, int], columns: tuple[int, int], r: int, seed: int
+        self, name: str, shape: tuple[int, int], rows: tuple[Span, ...], columns: Span, r: int, seed: int
     ) -> None:
         super().__init__()
         self.name, self.shape, self.rows, self.columns, self.r = name, shape, rows, columns, r
         self.lora_A = torch.nn.Parameter(initial_A(name, r, shape[1], seed)[:, slice(*columns)].clone())
         self.lora_B: torch.nn.Parameter | None = None
-        if rows[0] < rows[1]:
-            self.lora_B = torch.nn.Parameter(torch.zeros(rows[1] - rows[0], r))
+        if rows:
+            self.lora_B = torch.nn.Parameter(torch.zeros(sum(stop - start for start, stop in rows), r))
 
     def forward(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         """A and B. Read them by a call: only then does Megatron's hook of `overlap_param_gather` bring their values."""
@@ -124,10 +138,9 @@ class LoraLinear(torch.nn.Module):
         for source, name in enumerate(modules(entry)):
             if name in names:
                 pair_of[source] = len(self.pairs)
-                share = consecutive([s for s in segments if s.source == source])
-                if share is None:
-                    raise RuntimeError(f"{name}: rows in several pieces; check_split should have refused this")
-                rows, columns = ((0, shapes[source][0]), share) if self.is_row else (share, (0, shapes[source][1]))
+                mine = pieces([s for s in segments if s.source == source])
+                outputs, inputs = shapes[source]
+                rows, columns = (((0, outputs),), mine[0]) if self.is_row else (mine, (0, inputs))
                 self.pairs.append(LoraPair(name, shapes[source], rows, columns, r, seed))
         self._blocks = [(pair_of.get(s.source), s) for s in segments]
         for pair in self.pairs:
@@ -191,7 +204,8 @@ class LoraLinear(torch.nn.Module):
             first = self.pairs[0]
             return first.lora_A.new_zeros(segment.stop - segment.start, count * first.r)
         pair = self.pairs[number]
-        rows = B_OR[number][segment.start - pair.rows[0] : segment.stop - pair.rows[0]]
+        before = sum(max(0, min(stop, segment.start) - start) for start, stop in pair.rows)
+        rows = B_OR[number][before : before + segment.stop - segment.start]
         return F.pad(rows, (number * pair.r, (count - 1 - number) * pair.r))
 
     def hook(self, layer: torch.nn.Module, inputs: tuple[Any, ...], output: tuple[Any, Any]) -> tuple[Any, Any]:

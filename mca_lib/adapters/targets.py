@@ -1,8 +1,8 @@
 """Which Hugging Face modules get an adapter, and which Megatron layers these are. No torch.
 
 Both follow from the family's weight table: a row of the kind Column, Row, QKV, GatedMLP or Packed is the weight of a
-parallel linear layer, and its Hugging Face names are the modules that the layer is made of. `q_proj`, `k_proj` and `v_proj` are
-one layer of Megatron and three adapters, as PEFT has them.
+parallel linear layer, and its Hugging Face names are the modules that the layer is made of. `q_proj`, `k_proj` and
+`v_proj` are one layer of Megatron and three adapters, as PEFT has them.
 
 Left out whatever is asked for: the output layer and the embedding (no parallel linear layer of a transformer layer),
 routers and the gate of the shared expert (bare tensors in Megatron), Mamba layers (their projections are several in
@@ -14,7 +14,6 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from mca_lib.converter.mapping import Segment
 from mca_lib.converter.mappings import QKV, Column, GatedMLP, Packed, Row
 from mca_lib.converter.plan import Entry, entries
 from mca_lib.errors import ConfigError
@@ -68,32 +67,6 @@ def target_names(config: McaModelConfig, target_modules: Sequence[str]) -> froze
         chosen |= found
     _check_experts(config, chosen)
     return frozenset(chosen)
-
-
-def check_split(config: McaModelConfig, names: frozenset[str], tensor: int) -> None:
-    """Raises ConfigError for a module of `names` of whose rows a tensor parallel rank would have several pieces."""
-    checked: set[str] = set()
-    for entry in linear_layers(config):
-        row = entry.mapping
-        if row.per_expert or row.axis or row.mca in checked or not names & set(modules(entry)):
-            continue
-        checked.add(row.mca)
-        for rank in range(tensor):
-            segments = list(row.segments(config, rank, tensor))
-            for source, name in enumerate(modules(entry)):
-                if name in names and consecutive([s for s in segments if s.source == source]) is None:
-                    raise ConfigError(
-                        f"lora.target_modules: {name.rpartition('.')[2]} is split in pieces with parallel.tensor="
-                        f"{tensor}, and an adapter cannot be; use a smaller size, or leave it out"
-                    )
-
-
-def consecutive(segments: Sequence[Segment]) -> tuple[int, int] | None:
-    """Where the segments of one tensor begin and end; None when they leave gaps."""
-    if not segments:
-        return 0, 0
-    start, stop = min(s.start for s in segments), max(s.stop for s in segments)
-    return (start, stop) if sum(s.stop - s.start for s in segments) == stop - start else None
 
 
 def adapter_elements(config: McaModelConfig, target_modules: Sequence[str], r: int) -> int:

@@ -151,6 +151,8 @@ class FsdpCheckpoint(StoredPieces):
         """
         if self.is_hybrid:
             raise CheckpointError(f"{self.directory}: is of a hybrid, and a run starts from a transformer's checkpoint")
+        if config.linear_attention_layers:
+            raise CheckpointError(f"{self.directory}: a model with gated delta nets is not read from fsdp_dtensor")
         if optimizer and not self.has_optimizer:
             raise CheckpointError(f"{self.directory}: holds no optimizer state; set no_load_optim to take its weights")
         expected = {entry.mca: entry.mapping.local_shape(config, 0, 1) for entry in entries(config)}

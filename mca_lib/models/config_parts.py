@@ -203,6 +203,11 @@ class GatedDeltaNet:
         """Rows of the value projection, and of the gate's."""
         return self.num_value_heads * self.value_head_dim
 
+    @property
+    def input_rows(self) -> int:
+        """Rows of all projections of the input: query, key, value, gate, and two numbers for each value head."""
+        return 2 * (self.key_size + self.value_size + self.num_value_heads)
+
 
 @dataclass(frozen=True)
 class Mamba2:

@@ -8,6 +8,10 @@ from mca_lib.models.freeze import frozen_weights
 from mca_lib.models.vision.freeze import frozen_modules
 
 
+_FP8_ROWS = 16
+"""What Megatron (0.19.2) wants the rows of a gated delta net's input projection to be a multiple of."""
+
+
 class TrainingOptions(Protocol):
     """Fields of the recipe's section `training`, and of the training arguments."""
 
@@ -31,6 +35,12 @@ def check_training_options(config: McaModelConfig, options: TrainingOptions) -> 
     if options.fp8 and config.moe is not None:
         # The tokens of each expert would have to be padded to what FP8 products want, and none of it was run.
         raise ConfigError(f"training.fp8={options.fp8}: not for a model with experts; leave it out")
+    net = config.gated_delta_net
+    if options.fp8 and net is not None and net.input_rows % _FP8_ROWS:
+        raise ConfigError(
+            f"training.fp8={options.fp8}: the input projections of the model's gated delta nets have {net.input_rows} "
+            f"rows, no multiple of {_FP8_ROWS}; leave it out"
+        )
     if options.moe_router_bias_update_rate and not config.moe.expert_bias:
         raise ConfigError(
             f"training.moe_router_bias_update_rate={options.moe_router_bias_update_rate}: the routers of a "

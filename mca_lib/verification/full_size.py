@@ -85,7 +85,7 @@ def transformers_tensors(hf: dict[str, Any]) -> dict[str, TensorInfo]:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     state = revert_weight_conversion(model, model.state_dict())
     found = {name: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in state.items()}
-    extra = f"model.layers.{hf['num_hidden_layers']}."
+    extra = (f"model.layers.{hf['num_hidden_layers']}.", "mtp.")
     return found | {n: info for n, info in table_tensors(config_from_hf(hf)).items() if n.startswith(extra)}
 
 

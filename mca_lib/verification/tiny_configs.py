@@ -189,7 +189,13 @@ TINY: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "linear_attention", "full_attention", "full_attention"],
     },
     "qwen3_5_text": {**DELTA_NETS, "tie_word_embeddings": True},
-    "qwen3_5_moe_text": {**EXPERTS, **DELTA_NETS, "num_experts": 4, "shared_expert_intermediate_size": 24},
+    "qwen3_5_moe_text": {
+        **EXPERTS,
+        **DELTA_NETS,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 24,
+        "mtp_num_hidden_layers": 1,
+    },
     "glm4_moe": {
         "head_dim": 16,
         "attention_bias": True,

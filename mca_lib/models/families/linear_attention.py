@@ -26,9 +26,9 @@ FIELDS = (
     Field("linear_key_head_dim", _NET + "key_head_dim", 128),
     Field("linear_value_head_dim", _NET + "value_head_dim", 128),
     Field("linear_conv_kernel_dim", _NET + "conv_kernel", 4),
-    # The config of Qwen3-Next says nothing of its multi-token prediction layer; where files have none, it has none.
-    Field("mtp_num_hidden_layers", "mtp_num_layers", 1, aliases=("num_mtp_layers",)),
 )
+
+MTP_FIELD = Field("mtp_num_hidden_layers", "mtp_num_layers", 0, aliases=("num_mtp_layers",))
 
 NEUTRAL = (
     # Switches of the publisher's code, which transformers does not read: there they are always on.

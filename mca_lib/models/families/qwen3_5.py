@@ -7,6 +7,7 @@ from mca_lib.models.families.linear_attention import (
     FIELDS,
     FIXED,
     GATED_ATTENTION,
+    MTP_FIELD,
     NEUTRAL,
     ROTARY_SHARE,
     NoWindowBesideLinear,
@@ -19,7 +20,7 @@ GATED_DELTA_NET = gated_delta_net(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_
 FAMILY = Family(
     model_type="qwen3_5_text",
     architecture="Qwen3_5ForCausalLM",
-    fields=replaced(DENSE_FIELDS, key_value_heads(4), *FIELDS),
+    fields=replaced(DENSE_FIELDS, key_value_heads(4), *FIELDS, MTP_FIELD),
     weights=(*EMBEDDINGS, *GATED_ATTENTION, *GATED_DELTA_NET, *MLP, *multi_token_prediction(MLP)),
     neutral=(*(rule for rule in DENSE_NEUTRAL if rule.hf != "partial_rotary_factor"), *NEUTRAL),
     fixed=FIXED,

@@ -1,5 +1,7 @@
 """Qwen3-Next: gated delta nets and gated attention in turns, many small experts and a gated one for every token."""
 
+from dataclasses import replace
+
 from mca_lib.models.families.base import Family, Field
 from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, MLP, key_value_heads, replaced
 from mca_lib.models.families.linear_attention import (
@@ -7,6 +9,7 @@ from mca_lib.models.families.linear_attention import (
     FIELDS,
     FIXED,
     GATED_ATTENTION,
+    MTP_FIELD,
     NEUTRAL,
     ROTARY_SHARE,
     NoWindowBesideLinear,
@@ -39,6 +42,8 @@ FAMILY = Family(
         ),
         *FIELDS,
         Field("shared_expert_intermediate_size", "moe.shared_ffn_hidden_size", 512),
+        # The published config says nothing of the layer; where the files have none, the model has none.
+        replace(MTP_FIELD, default=1),
     ),
     weights=(
         *EMBEDDINGS,

@@ -42,6 +42,11 @@ def check_model(config: "McaModelConfig", *, adapters: bool) -> None:
         raise ConfigError("training.use_mca: LLaMA-Factory's trainers have no hybrid models; use true")
     if config.vision is not None:
         raise ConfigError("training.use_mca: models that see images are trained on Megatron-Core alone; use true")
+    if config.linear_attention_layers:
+        # Their state goes on from one document of a row to the next, whatever the position ids say.
+        raise ConfigError(
+            "training.use_mca: the gated delta nets of transformers do not tell the documents of a row apart; use true"
+        )
     if config.mtp_num_layers:
         raise ConfigError(
             "training.use_mca: LLaMA-Factory's trainers drop the multi-token prediction layers of this model; use true"

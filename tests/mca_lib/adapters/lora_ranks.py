@@ -83,7 +83,8 @@ def adapter_and_gradients(
     with torch.no_grad():
         for pair in _pairs(models):
             if pair.lora_B is not None:
-                pair.lora_B.copy_(initial_B(pair.name, pair.shape[0], pair.r)[slice(*pair.rows)])
+                whole = initial_B(pair.name, pair.shape[0], pair.r)
+                pair.lora_B.copy_(torch.cat([whole[start:stop] for start, stop in pair.rows]))
     rows = TokenStore.open(Path(store) / "train")
     trainer = McaTrainer(models, args, rows)
     save_adapter(models, Path(adapter))

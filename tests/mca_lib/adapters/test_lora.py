@@ -22,7 +22,13 @@ from tests.mca_lib.trainers.preference_training import make_pair_store
 from tests.mca_lib.trainers.training import history, in_buckets, make_store
 from tests.ranks import RankError
 
-PLAIN = {"llama": "peft", "qwen3": "peft", "qwen3-moe": "functional", "deepseek-mtp": "functional"}
+PLAIN = {
+    "llama": "peft",
+    "qwen3": "peft",
+    "qwen3-moe": "functional",
+    "qwen3.5": "peft",
+    "deepseek-mtp": "functional",
+}
 STEPS = 10
 # Relative, fp32; sums are taken in another order.
 TOLERANCE = 1e-5
@@ -88,6 +94,7 @@ def gradients(ranks, folder):
         ("qwen3", "CP2"),
         ("qwen3-moe", "EP2"),
         ("qwen3-moe", "TP2 SP ETP1"),
+        ("qwen3.5", "TP4 SP, more ranks than key heads"),
         ("deepseek-mtp", "TP2 SP"),
     ],
 )

@@ -81,6 +81,8 @@ REFUSED = {
     "output_gate_type": "sigmoid",
     "mtp_use_dedicated_embeddings": True,
     "mtp_num_hidden_layers": 2,
+    "mlp_only_layers": [1],
+    "decoder_sparse_step": 2,
     "hidden_dropout": 0.1,
     "moe_latent_size": 16,
     "num_nextn_predict_layers": 1,

@@ -19,7 +19,8 @@ NONE = {
 
 
 def check(variant: str, **options: object) -> None:
-    check_training_options(config_from_hf(hf_config(variant).to_dict()), SimpleNamespace(**NONE | options))
+    changes = {"linear_num_key_heads": 3, "linear_num_value_heads": 9} if variant == "qwen3.5" else {}
+    check_training_options(config_from_hf(hf_config(variant, **changes).to_dict()), SimpleNamespace(**NONE | options))
 
 
 @pytest.mark.parametrize(
@@ -28,6 +29,7 @@ def check(variant: str, **options: object) -> None:
         ("llama", {"moe_aux_loss_coeff": 0.1}, r"moe_aux_loss_coeff=0\.1: a llama model has no experts"),
         ("llama", {"moe_z_loss_coeff": 0.1}, r"moe_z_loss_coeff=0\.1: a llama model has no experts"),
         ("qwen2-moe", {"moe_router_bias_update_rate": 0.1}, r"moe_router_bias_update_rate=0\.1: .* have no biases"),
+        ("qwen3.5", {"fp8": "hybrid"}, r"fp8=hybrid: .* gated delta nets have 234 rows, no multiple of 16"),
         ("qwen2-moe", {"fp8": "hybrid"}, r"fp8=hybrid: not for a model with experts"),
     ],
 )

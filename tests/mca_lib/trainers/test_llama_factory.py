@@ -211,13 +211,20 @@ def test_what_only_megatron_core_does_is_refused(changes, named):
 
 
 @pytest.mark.parametrize(
-    ("mtp", "moe", "hybrid", "named"),
-    [(1, None, None, "multi-token"), (0, object(), None, "with experts"), (0, None, object(), "hybrid")],
+    ("part", "named"),
+    [
+        ({"mtp_num_layers": 1}, "multi-token"),
+        ({"moe": object()}, "with experts"),
+        ({"hybrid": object()}, "hybrid"),
+        ({"vision": object()}, "see images"),
+        ({"linear_attention_layers": (0,)}, "gated delta nets"),
+    ],
 )
-def test_a_model_that_would_lose_a_part_is_refused(mtp, moe, hybrid, named):
+def test_a_model_that_would_lose_a_part_is_refused(part, named):
     from types import SimpleNamespace
 
     from mca_lib.trainers.llama_factory import check_model
 
+    whole = {"mtp_num_layers": 0, "moe": None, "hybrid": None, "vision": None, "linear_attention_layers": ()}
     with pytest.raises(ConfigError, match=named):
-        check_model(SimpleNamespace(mtp_num_layers=mtp, moe=moe, hybrid=hybrid), adapters=True)
+        check_model(SimpleNamespace(**whole | part), adapters=True)

@@ -45,10 +45,12 @@ def kernels_after_installation() -> dict[str, bool]:
 
 def compare_with_megatrons_output_norm(directory: Path, variant: str, layout: dict[str, Any]) -> parity_ranks.Errors:
     """As `parity_ranks.compare`, with the norm of the other layers in place of `HeadNorm`."""
-    from functools import partial
-
     from mca_lib.models.linear_attention import gated_delta_net
     from mca_lib.models.norm import RMSNorm
 
-    gated_delta_net.HeadNorm = partial(RMSNorm, zero_centered=False)
+    class Norm(RMSNorm):
+        def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+            super().__init__(config, hidden_size, eps, zero_centered=False)
+
+    gated_delta_net.HeadNorm = Norm
     return parity_ranks.compare(directory, [variant], layout)[variant]

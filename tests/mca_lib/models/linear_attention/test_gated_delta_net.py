@@ -81,6 +81,50 @@ def test_what_cannot_be_carried_over_is_refused_by_name(change: dict[str, Any], 
     assert "\n" not in str(error.value)
 
 
+PUBLISHED = {
+    "Qwen3-Next-80B-A3B": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.001,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "use_sliding_window": False,
+    },
+    "Qwen3.5-27B": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "dtype": "bfloat16",
+        "eos_token_id": 248044,
+        "hidden_act": "silu",
+        "initializer_range": 0.02,
+        "mamba_ssm_dtype": "float32",
+        "mlp_only_layers": [],
+        "output_gate_type": "swish",
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    },
+}
+"""Fields of published config.json that say nothing new."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read(name: str) -> None:
+    config = config_from_hf({**CONFIGS[name], **PUBLISHED[name]})
+    assert config.rotary_channels == 64
+    assert (config.rotary_base, config.rope_scaling) == (1e7, None)
+    assert config.mtp_num_layers == 1
+    assert config.attention_output_gate
+    assert config.zero_centered_norms
+
+
 def test_layers_take_turns_as_either_spelling_says() -> None:
     config = config_from_hf(CONFIGS["Qwen3.5-27B"])
     assert config.attention_layers == tuple(range(3, 64, 4))
@@ -94,4 +138,4 @@ def test_such_a_transformer_cannot_become_a_hybrid() -> None:
     from mca_lib.models.config import HybridLayers
 
     with pytest.raises(ConfigError, match="cannot become a hybrid: it has zero-centred norms"):
-        config_from_hf(CONFIGS["Qwen3.5-27B"]).with_hybrid(HybridLayers("*-" * 64))
+        config_from_hf({**CONFIGS["Qwen3.5-27B"], "mtp_num_hidden_layers": 0}).with_hybrid(HybridLayers("*-" * 64))
