@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from flows.recipe import load_recipe
+from flows.recipe import read_recipe
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import McaModelConfig, read_json
 from mca_lib.models.hybrid.pattern import interpolated
@@ -42,8 +42,11 @@ def pattern_for(layers: int | None, model: Path | None, *, mamba_every: int, moe
 
 def _model_config(model: Path) -> McaModelConfig:
     if model.suffix in (".yaml", ".yml"):
-        # Without its section checkpoint, which still lacks the pattern.
-        name = load_recipe(model, ["checkpoint={}"]).model.name_or_path
+        # Its model alone: the recipe lacks the pattern still, and may lack more.
+        section = read_recipe(model).get("model")
+        name = section.get("name_or_path") if isinstance(section, dict) else None
+        if not isinstance(name, str):
+            raise ConfigError(f"recipe {model}: model.name_or_path: field required")
         model = Path(name).expanduser()
         if not model.is_dir():
             raise ModelError(f"model.name_or_path: {name} is not a directory here; give --layers")

@@ -141,6 +141,21 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Pipelin
     Raises:
         ConfigError: the file is missing or no YAML mapping, an override is malformed, or a field is wrong.
     """
+    content = read_recipe(path)
+    for override in overrides or []:
+        _apply_override(content, override)
+    try:
+        return PipelineConfig.model_validate(content)
+    except ValidationError as error:
+        raise ConfigError(f"recipe {path}: {describe(error)}") from None
+
+
+def read_recipe(path: Path | str) -> dict[str, Any]:
+    """The sections of a YAML recipe as they stand there, whatever is in them.
+
+    Raises:
+        ConfigError: the file is missing or no YAML mapping.
+    """
     path = Path(path)
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
@@ -152,12 +167,7 @@ def load_recipe(path: Path | str, overrides: list[str] | None = None) -> Pipelin
         raise ConfigError(f"recipe {path}: not valid YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"recipe {path}: expected a mapping of sections, found {type(content).__name__}")
-    for override in overrides or []:
-        _apply_override(content, override)
-    try:
-        return PipelineConfig.model_validate(content)
-    except ValidationError as error:
-        raise ConfigError(f"recipe {path}: {describe(error)}") from None
+    return content
 
 
 def _apply_override(content: dict[str, Any], override: str) -> None:

@@ -32,6 +32,15 @@ def test_a_recipe_without_its_pattern_gets_one_for_its_model(folder: Path):
     assert printed.stdout == pattern_for(BASES["llama"]["num_hidden_layers"], None, mamba_every=3) + "\n"
 
 
+def test_a_recipe_that_lacks_its_data_too_gets_one(folder: Path):
+    bare = folder / "bare.yaml"
+    bare.write_text(yaml.safe_dump({"model": {"name_or_path": str(folder / "llama")}}))
+    assert pattern_for(None, bare, mamba_every=2).startswith("M*-")
+    bare.write_text("name: none\n")
+    with pytest.raises(ConfigError, match=r"bare\.yaml: model\.name_or_path: field required"):
+        pattern_for(None, bare, mamba_every=2)
+
+
 @pytest.mark.parametrize(("layers", "every", "moe", "pattern"), [
     (4, 2, False, "M*-*-M*-*-"), (3, 1, True, "M*EM*EM*E"), (2, 0, False, "*-*-"), (2, 9, False, "M*-*-"),
 ])  # fmt: skip
