@@ -17,6 +17,9 @@ from mca_lib.models.hybrid.pattern import ATTENTION, LATENT, MAMBA, MLP, MOE
 from mca_lib.models.layout import ParallelSizes, expert_tensor_size
 from mca_lib.models.pipeline import Chunk
 
+_CHUNK = 64
+"""Tokens of a chunk of `linear_attention.delta_rule`, which imports torch."""
+
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
 
 
@@ -113,7 +116,7 @@ def _delta_net(config: McaModelConfig, layout: ParallelSizes, element: int) -> f
     key for each value head, value, error and a chunk's share of the states in fp32 (`linear_attention.delta_rule`)."""
     net = config.gated_delta_net
     projected = 2 * net.key_size + 2 * net.value_size + 2 * net.num_value_heads
-    in_heads = 2 * net.key_head_dim + 2 * net.value_head_dim + CHUNK + net.key_head_dim * net.value_head_dim / CHUNK
+    in_heads = 2 * net.key_head_dim + 2 * net.value_head_dim + _CHUNK + net.key_head_dim * net.value_head_dim / _CHUNK
     kept = element * (projected + 2 * net.key_size + 3 * net.value_size) + 4 * net.num_value_heads * in_heads
     return kept / layout.tensor
 
@@ -123,7 +126,7 @@ def _attention(config: McaModelConfig, layout: ParallelSizes) -> float:
     latent = config.latent_attention
     if latent is None:
         gate = config.query_size if config.attention_output_gate else 0
-    return (2 * (config.query_size + config.kv_size) + 2 * gate) / layout.tensor
+        return (2 * (config.query_size + config.kv_size) + 2 * gate) / layout.tensor
     heads = config.num_attention_heads / layout.tensor
     latents = (latent.q_lora_rank or 0) + latent.kv_lora_rank + latent.qk_rope_head_dim
     return 2 * latents + heads * 2 * (latent.qk_head_dim + latent.v_head_dim)

@@ -12,7 +12,8 @@ T tokens in sequences of S:
 A gated delta net reads its H states of K x V under the key, writes to them and reads them under the query with 2·K·V
 operations each; k taps over queries and keys of Q channels, and over the values. The line before is Mamba-2's
 recurrence (https://arxiv.org/abs/2405.21060, equation 16) and its convolution: D inner channels, of which each writes a
-state of N with 2·D·N operations and reads it with as many; k taps over x and over the G groups' B and C. Kernels that take many tokens at once do more, and sequences may be of any length.
+state of N with 2·D·N operations and reads it with as many; k taps over x and over the G groups' B and C.
+Kernels that take many tokens at once do more, and sequences may be of any length.
 
 W counts `topk` experts of each layer, the output layer also where it is tied, and not the embedding, which is a
 look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. With adapters

@@ -7,7 +7,6 @@ from mca_lib.models.config import McaModelConfig
 from mca_lib.models.freeze import frozen_weights
 from mca_lib.models.vision.freeze import frozen_modules
 
-
 _FP8_ROWS = 16
 """What Megatron (0.19.2) wants the rows of a gated delta net's input projection to be a multiple of."""
 

@@ -196,7 +196,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Name → differences from `SIZES`."""
 
-WITH_EXPERTS = ["mixtral", "qwen3-moe", "qwen3-moe-mixed", "qwen2-moe", "qwen3-next", "deepseek-mtp", "deepseek-yarn", "glm4-moe"]
+WITH_EXPERTS = [
+    "mixtral",
+    "qwen3-moe",
+    "qwen3-moe-mixed",
+    "qwen2-moe",
+    "qwen3-next",
+    "deepseek-mtp",
+    "deepseek-yarn",
+    "glm4-moe",
+]
 """Variants with a mixture of experts."""
 
 
@@ -219,10 +228,10 @@ def hf_model(variant: str, dtype: str = "float32", seed: int = 0, **changes: Any
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(0, 0.3)
-            elif name.endswith("linear_attn.A_log"):
-                parameter.uniform_(-4, 1)  # heads that remember a row of tokens, and such that forget at once
             elif name.endswith(("sinks", "router.weight")):
                 parameter.normal_()
+            elif name.endswith("linear_attn.A_log"):
+                parameter.uniform_(-4, 1)  # heads that remember a row of tokens, and such that forget at once
             elif "norm" in name:
                 parameter.add_(torch.rand_like(parameter) - 0.5)  # to the 1 or the 0 that is neutral
     return _ready(model, getattr(torch, dtype))
