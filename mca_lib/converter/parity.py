@@ -16,6 +16,7 @@ from mca_lib.converter.remote_files import admit_own_code
 from mca_lib.converter.sample_text import TEXT
 from mca_lib.errors import ModelError
 from mca_lib.models.config import read_hf_config
+from mca_lib.models.families.quantization import is_mxfp4
 from mca_lib.tokenizer import foreign_id, load_tokenizer
 
 MAX_TOKENS = 512
@@ -77,7 +78,8 @@ def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor
     from transformers import AutoModelForCausalLM
 
     admit_own_code(directory)
-    quantized = read_hf_config(directory).get("quantization_config") is not None
+    hf = read_hf_config(directory)
+    quantized = hf.get("quantization_config") is not None
     model = AutoModelForCausalLM.from_pretrained(
         directory,
         dtype=torch.bfloat16 if quantized else torch.float32,
@@ -85,6 +87,7 @@ def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor
         local_files_only=True,
         trust_remote_code=False,
         use_safetensors=has_safetensors(directory),
+        **_as_bf16(hf),
     ).eval()
     model.float()
     with torch.no_grad():
@@ -92,6 +95,15 @@ def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor
     del model
     gc.collect()
     return logits_SV
+
+
+def _as_bf16(hf: dict[str, Any]) -> dict[str, Any]:
+    """What keeps transformers from computing with MXFP4 itself where it finds a GPU; FP8 it casts with the model."""
+    if not is_mxfp4(hf):
+        return {}
+    from transformers import Mxfp4Config
+
+    return {"quantization_config": Mxfp4Config(dequantize=True)}
 
 
 def has_safetensors(directory: str | Path) -> bool:

@@ -56,6 +56,7 @@ def test_source_is_loaded_and_exported_as_bf16(ranks: Any, tmp_path: Path) -> No
     with HfSource(source) as found:
         assert {info.dtype for info in found.tensors.values()} == {"bfloat16"}
         expected = {name: found.slice(name)[:].clone() for name in found.tensors}
+    assert ranks(1, peculiar_ranks.differing_from_transformers, source) == [[]]
     for layout in ({}, {"expert": 2}):
         ranks(layout.get("expert", 1), peculiar_ranks.export, source, tmp_path / f"back{len(layout)}", layout)
         with HfSource(tmp_path / f"back{len(layout)}") as back:

@@ -10,11 +10,14 @@ from tests.mca_lib.tiny_models import hf_model, token_ids
 
 
 def _load(directory: Path, args: Any | None = None) -> Any:
+    from megatron.core import parallel_state
+
     from mca_lib.models import AutoModel
     from mca_lib.parallel import initialize_model_parallel
 
     args = args or layout_args()
-    initialize_model_parallel(args)
+    if not parallel_state.is_initialized():
+        initialize_model_parallel(args)
     return AutoModel.from_pretrained(directory, args).eval()
 
 
@@ -106,6 +109,20 @@ def save_with_blocks(directory: Path) -> None:
     from tests.mca_lib.tiny_models import save_hf
 
     save_hf(directory, "gpt-oss", intermediate_size=64, num_hidden_layers=2, layer_types=None)
+
+
+def differing_from_transformers(directory: Path) -> list[str]:
+    """Tensors that we show otherwise than transformers dequantizes them; `logits` where no reference is computed."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from mca_lib.converter.hf_source import HfSource
+    from mca_lib.converter.parity import hf_logits
+
+    theirs = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).state_dict()
+    with HfSource(directory) as source:
+        different = [n for n in source.tensors if n not in theirs or not torch.equal(source.slice(n)[:], theirs[n])]
+    return [*different, *(["logits"] if not hf_logits(directory, [1, 2, 3]).isfinite().all() else [])]
 
 
 def export(directory: Path, output: Path, layout: dict[str, Any]) -> None:

@@ -33,6 +33,7 @@ ROWS = [
     (LAYOUTS["PP2 with two chunks each"], False, ["gemma3", "gpt-oss"]),
     (EXPERT_LAYOUTS["TP2 with whole experts"], True, ["gpt-oss"]),
     (EXPERT_LAYOUTS["EP2"], False, ["gpt-oss"]),
+    ((2, {"tensor": 2, "sequence_parallel": True, "expert": 2, "expert_tensor": 1}), False, ["gpt-oss"]),
 ]
 
 
@@ -81,9 +82,9 @@ def test_written_back_and_saved_and_loaded_bitwise(ranks: Any, models: Path, tmp
 
 
 def test_layouts_that_the_models_cannot_have_are_refused() -> None:
-    olmo = replace(config_from_hf(BASES["olmo2"]), num_query_groups=2)
-    with pytest.raises(ConfigError, match=r"parallel.tensor=6 .*whose norm is over all of them; use one of \[1, 2\]"):
-        check_config_layout(olmo, Layout(tensor=6))
+    olmo = replace(config_from_hf(BASES["olmo2"]), num_query_groups=1)
+    with pytest.raises(ConfigError, match=r"parallel.tensor=2 .*whose norm is over all of them; use one of \[1\]"):
+        check_config_layout(olmo, Layout(tensor=2))
     oss = config_from_hf(BASES["gpt_oss"])
     with pytest.raises(ConfigError, match=r"parallel\.tensor=2: Megatron does not split experts with biases"):
         check_config_layout(oss, Layout(tensor=2))

@@ -59,8 +59,9 @@ def test_the_card_shows_what_is_noticed(model_type: str) -> None:
 def test_models_with_experts_are_measured_with_experts_spread() -> None:
     measured = {m: {r.layout for r in card_of(m).layouts if r.everything} for m in FAMILIES}
     for model_type in FAMILIES:
-        if config_from_hf(tiny_config(model_type)).moe is not None:
-            assert {"EP2", "TP2×EP2", "TP2×ETP1", "PP2×EP2"} <= measured[model_type]
+        if (moe := config_from_hf(tiny_config(model_type)).moe) is not None:
+            assert {"EP2", "TP2×ETP1", "PP2×EP2"} <= measured[model_type]
+            assert "TP2×EP2" in measured[model_type] or moe.bias, "biased experts are not split"
 
 
 def test_the_index_is_that_of_the_cards(tmp_path: Path) -> None:
