@@ -6,7 +6,7 @@ Checks of fields raise ModelError naming them.
 from typing import TYPE_CHECKING
 
 from mca_lib.errors import ConfigError, ModelError
-from mca_lib.models.config_parts import HybridLayers, LinearRope, Llama3Rope, YarnRope
+from mca_lib.models.config_parts import HybridLayers, LinearRope, Llama3Rope, LongRope, YarnRope
 from mca_lib.models.hybrid.pattern import MOE, LayerMap, check_translatable, model_pattern
 
 if TYPE_CHECKING:
@@ -80,6 +80,13 @@ def check_rotary(config: "McaModelConfig") -> None:
             f"model config: rotary_channels={channels} (partial_rotary_factor) must be even, and less than the head "
             f"size {head}; channels rotate in pairs"
         )
+    if isinstance(rope := config.rope_scaling, LongRope):
+        for name in ("short_factor", "long_factor"):
+            if (found := len(getattr(rope, name))) != config.rotating_channels // 2:
+                raise ModelError(
+                    f"model config: rope_scaling: {name} has {found} factors, and {config.rotating_channels} channels "
+                    f"of a head rotate: it must have {config.rotating_channels // 2}"
+                )
 
 
 _NOT_IN_HYBRIDS: dict[str, tuple[object, str]] = {
@@ -130,6 +137,8 @@ def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -
         raise ConfigError(f"{field}: the model is a hybrid already, of pattern {config.hybrid.pattern!r}")
     if config.mtp_num_layers:
         raise ConfigError(f"{field}: a transformer with multi-token prediction cannot become a hybrid")
+    if isinstance(config.rope_scaling, LongRope):
+        raise ConfigError(f"{field}: a transformer with LongRoPE cannot become a hybrid")
     if config.latent_attention is not None:
         raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
     if (foreign := _foreign_to_hybrids(config)) is not None:

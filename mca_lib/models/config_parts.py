@@ -48,8 +48,31 @@ class YarnRope:
     """Round the bounds of the blended range to whole channels."""
 
 
-RopeScaling = LinearRope | Llama3Rope | YarnRope
-ROPE_TYPES: dict[str, type[RopeScaling]] = {"linear": LinearRope, "llama3": Llama3Rope, "yarn": YarnRope}
+@dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (https://arxiv.org/abs/2402.13753): a factor for every frequency, and others in long documents."""
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    """Of documents with more than `original_max_position_embeddings` tokens."""
+    original_max_position_embeddings: int
+    factor: float
+    """How many times longer the context is than before."""
+    attention_factor: float | None = None
+    """Factor of cos and sin, in long documents and short ones; None follows from the two above."""
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope | LongRope
+ROPE_TYPES: dict[str, type[RopeScaling]] = {
+    "linear": LinearRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+    "longrope": LongRope,
+}
 """Hugging Face's `rope_type` → class."""
 
 

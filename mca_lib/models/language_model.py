@@ -26,7 +26,8 @@ from megatron.core.pipeline_parallel.utils import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mca_lib.converter.mappings import padded_vocab_size
-from mca_lib.models.config import McaModelConfig
+from mca_lib.models.config import LongRope, McaModelConfig
+from mca_lib.models.long_rope import LongRotaryEmbedding
 from mca_lib.models.model_factory import PretrainedModel
 from mca_lib.models.packing import cover_row
 from mca_lib.models.rotary import model_frequencies
@@ -52,6 +53,8 @@ class McaLanguageModel(PretrainedModel):
         """Of LoRA, which then are all that is trained; see `mca_lib.adapters`."""
         if self.position_embedding_type == "rope" and mca_config.latent_attention is None:
             self.rotary_pos_emb.inv_freq = model_frequencies(mca_config).to(self.rotary_pos_emb.inv_freq.device)
+            if isinstance(mca_config.rope_scaling, LongRope):
+                self.rotary_pos_emb = LongRotaryEmbedding(self.rotary_pos_emb, mca_config)
 
     def forward(
         self,

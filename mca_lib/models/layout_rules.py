@@ -1,7 +1,7 @@
 """Can a model be laid out so? Asked before anything is allocated; the answer names the recipe's field. No torch."""
 
 from mca_lib.errors import ConfigError
-from mca_lib.models.config import McaModelConfig
+from mca_lib.models.config import LongRope, McaModelConfig
 from mca_lib.models.hybrid.pattern import ATTENTION, LATENT, SYMBOLS
 from mca_lib.models.layout import ParallelSizes, expert_tensor_size, too_small
 from mca_lib.models.pipeline import Chunk, pipeline_chunks
@@ -20,6 +20,7 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
     if config.hybrid is not None:
         _check_layers(config, config.hybrid.pattern)
         _check_mamba(config, parallel)
+    _check_long_rope(config, parallel)
     chunks = chunks_of(config, parallel)
     if config.vision is not None and config.vision.deepstack_layers > len(chunks[0][0].layers):
         raise ConfigError(
@@ -32,6 +33,18 @@ def check_config_layout(config: McaModelConfig, parallel: ParallelSizes) -> None
         raise ConfigError(
             f"parallel.pipeline={parallel.pipeline}: a model with tied embeddings and multi-token prediction layers "
             "cannot be split into stages; use 1"
+        )
+
+
+def _check_long_rope(config: McaModelConfig, parallel: ParallelSizes) -> None:
+    """Context parallelism pads documents, and none may become long by that."""
+    if not isinstance(config.rope_scaling, LongRope) or parallel.context == 1:
+        return
+    length = config.rope_scaling.original_max_position_embeddings
+    if length % (2 * parallel.context):
+        raise ConfigError(
+            f"parallel.context={parallel.context}: documents are padded to a multiple of {2 * parallel.context} tokens; "
+            f"where LongRoPE's frequencies change must be one too: original_max_position_embeddings={length}"
         )
 
 

@@ -24,6 +24,22 @@ def document_bounds(packed: PackedSeqParams) -> list[int]:
     return bounds.tolist()
 
 
+def packed_row(bounds: list[int], device: torch.device) -> PackedSeqParams:
+    """Megatron's description of documents that end at `bounds`, of which the first is 0."""
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_kv=cu_seqlens,
+        cu_seqlens_q_padded=cu_seqlens,
+        cu_seqlens_kv_padded=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        total_tokens=bounds[-1],
+    )
+
+
 def cover_row(packed: PackedSeqParams, length: int) -> PackedSeqParams:
     """The same documents, with trailing padding as one more document and `max_seqlen` as it really is.
 

@@ -8,10 +8,11 @@ D: half of the channels of a head that rotate.
 """
 
 import math
+from dataclasses import replace
 
 import torch
 
-from mca_lib.models.config import LinearRope, Llama3Rope, McaModelConfig, RopeScaling, YarnRope
+from mca_lib.models.config import LinearRope, Llama3Rope, LongRope, McaModelConfig, RopeScaling, YarnRope
 
 
 def model_frequencies(config: McaModelConfig) -> torch.Tensor:
@@ -22,8 +23,14 @@ def model_frequencies(config: McaModelConfig) -> torch.Tensor:
     return torch.cat([own, inverse_frequencies(config.rotating_channels, config.sliding_rotary_base, None)])
 
 
+def long_frequencies(config: McaModelConfig) -> torch.Tensor:
+    """`inverse_frequencies` of a model with LongRoPE in long documents, [D]."""
+    rope = replace(config.rope_scaling, short_factor=config.rope_scaling.long_factor)
+    return inverse_frequencies(config.rotating_channels, config.rotary_base, rope)
+
+
 def inverse_frequencies(channels: int, base: float, rope: RopeScaling | None) -> torch.Tensor:
-    """Radians per position of each pair of channels, fp32 [D]."""
+    """Radians per position of each pair of channels, fp32 [D]; with LongRoPE those of short documents."""
     period_D = base ** (torch.arange(0, channels, 2, dtype=torch.int64).to(torch.float) / channels)
     plain_D = 1.0 / period_D
     match rope:
@@ -35,11 +42,15 @@ def inverse_frequencies(channels: int, base: float, rope: RopeScaling | None) ->
             return _llama3(plain_D, rope)
         case YarnRope():
             return _yarn(period_D, base, rope)
+        case LongRope():
+            return 1.0 / (torch.tensor(rope.short_factor) * period_D)
     raise NotImplementedError(f"rope scaling {type(rope).__name__}")
 
 
 def attention_factor(rope: RopeScaling | None) -> float:
     """Factor of cos and sin, thus by its square of the attention scores: YaRN sharpens them (equation 22)."""
+    if isinstance(rope, LongRope):
+        return _long_factor(rope)
     if not isinstance(rope, YarnRope):
         return 1.0
     if rope.attention_factor is not None:
@@ -47,6 +58,14 @@ def attention_factor(rope: RopeScaling | None) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return _sharpening(rope.factor, rope.mscale) / _sharpening(rope.factor, rope.mscale_all_dim)
     return _sharpening(rope.factor)
+
+
+def _long_factor(rope: LongRope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
 
 
 def _sharpening(factor: float, mscale: float = 1.0) -> float:

@@ -8,7 +8,6 @@ its own.
 Legend: S tokens of this rank, T tokens of the micro batch over all context parallel ranks, D documents.
 """
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from mca_lib.data.token_store import IGNORE_INDEX, Row
-from mca_lib.models.packing import zigzag_index
+from mca_lib.models.packing import packed_row, zigzag_index
 from mca_lib.parallel import DistributingParallelArguments
 
 PADDING_TOKEN = 0
@@ -121,21 +120,6 @@ def collate(
         loss_mask_1S=mask_1S,
         position_ids_1S=share(position_ids_T),
         rows_1S=share(rows_T),
-        packed=_packed(bounds, device),
+        packed=packed_row(bounds, device),
         num_tokens=sum(len(row.input_ids) for row in rows),
-    )
-
-
-def _packed(bounds: list[int], device: torch.device) -> PackedSeqParams:
-    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
-    longest = max(b - a for a, b in itertools.pairwise(bounds))
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        cu_seqlens_q_padded=cu_seqlens,
-        cu_seqlens_kv_padded=cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-        total_tokens=bounds[-1],
     )

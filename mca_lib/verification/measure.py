@@ -5,6 +5,7 @@ Replicas of the data dimension begin with different rows, so that tokens which e
 B rows, S tokens of a row, H positions that a context parallel rank holds, V vocabulary.
 """
 
+import itertools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors import safe_open
 from mca_lib.models import AutoModel
 from mca_lib.models.layout import ARGUMENTS, Layout
 from mca_lib.models.model_factory import VirtualModels
+from mca_lib.models.packing import packed_row
 from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
 from mca_lib.verification.difference import RankReport, Sums, difference
 from mca_lib.verification.images import image_index, images_of, positions_of
@@ -59,16 +61,17 @@ def compare_perturbed(directory: Path, work: Path, sample: Sample, name: str, am
 def greedy(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
     """The most likely continuations, on one rank, each step computed from the whole text: there is no cache to trust.
 
-    The prompts run as one batch, shorter ones with tokens at the end that causal attention does not look at.
+    The texts are the documents of one row.
     """
     models = _load(directory, Layout())
     texts = [list(prompt) for prompt in prompts]
     for _ in range(new_tokens):
-        length = max(map(len, texts))
-        ids_BS = torch.tensor([text + [0] * (length - len(text)) for text in texts])
-        logits_BSV = models[0](ids_BS, torch.arange(length).expand_as(ids_BS))
-        for text, logits_SV in zip(texts, logits_BSV, strict=True):
-            text.append(logits_SV[len(text) - 1, : models.mca_config.vocab_size].argmax().item())
+        bounds = [0, *itertools.accumulate(map(len, texts))]
+        ids_1S = torch.tensor([list(itertools.chain.from_iterable(texts))])
+        positions_1S = torch.cat([torch.arange(len(text)) for text in texts])[None]
+        logits_1SV = models[0](ids_1S, positions_1S, packed_seq_params=packed_row(bounds, ids_1S.device))
+        for text, stop in zip(texts, bounds[1:], strict=True):
+            text.append(logits_1SV[0, stop - 1, : models.mca_config.vocab_size].argmax().item())
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 

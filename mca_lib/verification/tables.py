@@ -7,7 +7,6 @@ from typing import Any
 
 from blake3 import blake3
 
-from mca_lib.models.config import ROPE_TYPES
 from mca_lib.models.families.base import Family
 from mca_lib.models.families.quantization import WITH_MXFP4
 from mca_lib.models.registry import family_of
@@ -40,7 +39,7 @@ def _ropes(family: Family) -> tuple[str, ...]:
             "`rope_type` other than `default`, `linear`, `llama3` in layers without a window",
             "`rope_type` other than `default` in layers with one",
         )
-    return (f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in ROPE_TYPES)}",)
+    return (f"`rope_type` other than `default`, {', '.join(f'`{kind}`' for kind in family.rope_names.kinds)}",)
 
 
 def table_digest(model_type: str) -> str:

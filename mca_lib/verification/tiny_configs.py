@@ -40,6 +40,14 @@ YARN_ROPE = {
 
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}
 
+# Of heads of 8 three quarters rotate; rows of 120 tokens are longer than 40.
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0, 1.3, 1.7],
+    "long_factor": [1.5, 2.5, 6.0],
+}
+
 # Rows have 120 tokens: every window cuts most of them.
 WINDOW = {"use_sliding_window": True, "sliding_window": 17}
 
@@ -97,6 +105,11 @@ TINY: dict[str, dict[str, Any]] = {
         **WINDOW,
         "mlp_only_layers": [1],
         "rope_parameters": YARN_ROPE,
+    },
+    "phi3": {
+        "sliding_window": 17,
+        "original_max_position_embeddings": 40,
+        "rope_parameters": LONG_ROPE | {"partial_rotary_factor": 0.75},
     },
     "seed_oss": {
         "head_dim": 12,

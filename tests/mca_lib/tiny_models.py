@@ -109,6 +109,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "sliding_window": 9,
         "layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
     },
+    "phi3-longrope": {
+        "model_type": "phi3",
+        "sliding_window": 7,
+        "original_max_position_embeddings": 12,
+        "pad_token_id": None,
+        "rope_parameters": {
+            **BASE_ROPE,
+            "rope_type": "longrope",
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.3, 1.7],
+            "long_factor": [1.5, 2.5, 6.0],
+        },
+    },
     "seed-oss": {
         "model_type": "seed_oss",
         "head_dim": 12,

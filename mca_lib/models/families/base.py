@@ -25,7 +25,7 @@ from mca_lib.models.families.field_types import check_types
 from mca_lib.models.families.layers import PatternRule
 from mca_lib.models.families.partial_rotary import channels_from_hf, channels_to_hf
 from mca_lib.models.families.quantization import block_size
-from mca_lib.models.families.rope import DEFAULT_BASE, Rope, rope_from_hf, rope_to_hf
+from mca_lib.models.families.rope import DEFAULT_BASE, Rope, RopeNames, rope_from_hf, rope_to_hf
 from mca_lib.models.families.two_ropes import ropes_from_hf, ropes_to_hf
 from mca_lib.models.families.window import NO_WINDOW, WindowRule
 from mca_lib.models.hybrid.pattern import MOE, model_pattern
@@ -132,6 +132,7 @@ class Family:
     """transformers' base where the config gives none."""
     default_rope: RopeScaling | None = None
     """transformers' scaling where the config gives neither `rope_scaling` nor `rope_parameters`."""
+    rope_names: RopeNames = field(default_factory=RopeNames)
     sliding_rope_base: float | None = None
     """The same of layers with a window; None: they have the rope of the others."""
     rotary_share: float | None = None
@@ -240,7 +241,7 @@ class Family:
         if self.sliding_rope_base is not None:
             ropes = rope, config.sliding_rotary_base
             return ropes_to_hf(hf, ropes, transformers, self.rope_base, self.sliding_rope_base)
-        hf = rope_to_hf(hf, rope, transformers, self.rope_base, partial=partial)
+        hf = rope_to_hf(hf, rope, transformers, self.rope_base, partial=partial, names=self.rope_names)
         return channels_to_hf(hf, config.rotary_channels, config.kv_channels, self.rotary_share, transformers)
 
     def _has_default_rope(self, hf: HfConfig) -> bool:
@@ -253,7 +254,8 @@ class Family:
             return (self.rope_base if base is None else float(base), self.default_rope), None
         if self.sliding_rope_base is not None:
             return ropes_from_hf(hf, self.rope_base, self.sliding_rope_base)
-        return rope_from_hf(hf, self.rope_base, partial=self.rotary_share is not None), None
+        partial = self.rotary_share is not None
+        return rope_from_hf(hf, self.rope_base, partial=partial, names=self.rope_names), None
 
     def _fields_of(self, hf: HfConfig) -> list[Field]:
         """Rows of the config table that a Hugging Face config has."""

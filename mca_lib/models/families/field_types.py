@@ -65,6 +65,10 @@ def _texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
+def _positives(value: Any) -> bool:
+    return isinstance(value, list) and all(_number(item) and item > 0 for item in value)
+
+
 def _token_ids(value: Any) -> bool:
     return _whole(value) or (isinstance(value, list) and all(_whole(item) for item in value))
 
@@ -122,6 +126,7 @@ ROPE_TYPES: dict[str, Kind] = {
     **dict.fromkeys((*_ROPE_NUMBERS, "partial_rotary_factor"), _POSITIVE),
     **dict.fromkeys(("mscale", "mscale_all_dim"), Kind("a number, 0 or greater", lambda v: _number(v) and v >= 0)),
     **dict.fromkeys(("rope_type", "type"), Kind("a text", lambda v: isinstance(v, str))),
+    **dict.fromkeys(("short_factor", "long_factor"), Kind("a list of positive numbers", _positives)),
     # null is false to transformers, where absent is true.
     "truncate": Kind("true or false", lambda v: isinstance(v, bool), nullable=False),
 }

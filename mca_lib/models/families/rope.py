@@ -9,16 +9,28 @@ that differ and what has no counterpart here: a rope that is silently read as th
 different model.
 """
 
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 from mca_lib.errors import ModelError
-from mca_lib.models.config import ROPE_TYPES, Llama3Rope, RopeScaling
+from mca_lib.models.config import ROPE_TYPES, Llama3Rope, LongRope, RopeScaling
 
 DEFAULT_BASE = 10000.0
 """transformers' `default_theta` of most families."""
 
 Rope = tuple[float, RopeScaling | None]
+
+
+@dataclass(frozen=True)
+class RopeNames:
+    """What a family has of its own in the spelling of a scaling."""
+
+    kinds: dict[str, str] = field(default_factory=lambda: {n: n for n in ROPE_TYPES if n != "longrope"})
+    """`rope_type` as it may be spelled → what it is, a key of `ROPE_TYPES`."""
+    original_length: int | None = None
+    """transformers' `original_max_position_embeddings` of the top level where the config has none; None: there is no
+    such field there."""
+
 
 KEYS = ("rope_theta", "rope_scaling", "rope_parameters")
 _KIND = ("rope_type", "type")
@@ -28,7 +40,9 @@ _WITHOUT_EFFECT = {"finetuned", "mrope_section", "mrope_interleaved"}
 image, which are all the same in text."""
 
 
-def rope_from_hf(hf: dict[str, Any], default_base: float = DEFAULT_BASE, *, partial: bool = False) -> Rope:
+def rope_from_hf(
+    hf: dict[str, Any], default_base: float = DEFAULT_BASE, *, partial: bool = False, names: RopeNames = RopeNames()
+) -> Rope:
     """(base, scaling) of a Hugging Face config.
 
     Args:
@@ -38,7 +52,7 @@ def rope_from_hf(hf: dict[str, Any], default_base: float = DEFAULT_BASE, *, part
         ModelError: naming the field that cannot be carried over.
     """
     given = [where for where in ("rope_scaling", "rope_parameters") if hf.get(where)]
-    ropes = {where: _read(hf, where, default_base, partial) for where in given}
+    ropes = {where: _read(hf, where, default_base, partial, names) for where in given}
     if len(ropes) == 2 and ropes["rope_scaling"] != ropes["rope_parameters"]:
         raise ModelError("config.json: rope_parameters and rope_scaling are both given and differ; keep one")
     if ropes:
@@ -54,6 +68,7 @@ def rope_to_hf(
     default_base: float = DEFAULT_BASE,
     *,
     partial: bool = False,
+    names: RopeNames = RopeNames(),
 ) -> dict[str, Any]:
     """`hf` with this rope.
 
@@ -61,7 +76,7 @@ def rope_to_hf(
         major: the release of transformers whose spelling is written, 4 or 5; None keeps the source's own.
     """
     base, scaling = rope
-    unchanged = rope_from_hf(hf, default_base, partial=partial) == rope
+    unchanged = rope_from_hf(hf, default_base, partial=partial, names=names) == rope
     own = 4 if ("rope_theta" in hf or "rope_scaling" in hf) and not hf.get("rope_parameters") else 5
     major = own if major is None else major
     given_keys = [key for key in KEYS if key in hf]
@@ -80,7 +95,7 @@ def rope_to_hf(
     return {key: value for key, value in hf.items() if key not in KEYS} | new
 
 
-def _read(hf: dict[str, Any], where: str, default_base: float, partial: bool) -> Rope:
+def _read(hf: dict[str, Any], where: str, default_base: float, partial: bool, names: RopeNames) -> Rope:
     given = {key: value for key, value in hf[where].items() if value is not None}
     if nested := [key for key, value in given.items() if isinstance(value, dict)]:
         raise ModelError(f"config.json: {where}.{nested[0]}: ropes that differ between layers are not supported")
@@ -100,16 +115,18 @@ def _read(hf: dict[str, Any], where: str, default_base: float, partial: bool) ->
     if kind == "default":
         _refuse_unknown(given, where, set(), "without a rope_type that uses it")
         return base, None
-    if kind not in ROPE_TYPES:
+    if kind not in names.kinds:
         raise ModelError(
-            f"config.json: {where}.rope_type={kind!r:.80} is not supported; use default, {', '.join(ROPE_TYPES)}"
+            f"config.json: {where}.rope_type={kind!r:.80} is not supported; use default, {', '.join(names.kinds)}"
         )
-    cls = ROPE_TYPES[kind]
+    cls = ROPE_TYPES[names.kinds[kind]]
     known = {f.name: f for f in fields(cls)}
     _refuse_unknown(given, where, set(known), f"is not a field of rope_type {kind!r}")
     values = {name: given[name] for name in known if name in given}
     if "original_max_position_embeddings" in known:
-        _original_length(values, hf, where, kind)
+        _original_length(values, hf, where, kind, names)
+    if cls is LongRope and "original_max_position_embeddings" in values and hf.get("max_position_embeddings"):
+        values.setdefault("factor", hf["max_position_embeddings"] / values["original_max_position_embeddings"])
     required = [n for n, f in known.items() if f.default is MISSING]
     if missing := [n for n in required if n not in values]:
         raise ModelError(f"config.json: {where}.{missing[0]} is missing; rope_type {kind!r} needs it")
@@ -118,13 +135,13 @@ def _read(hf: dict[str, Any], where: str, default_base: float, partial: bool) ->
     return base, cls(**values)
 
 
-def _original_length(values: dict[str, Any], hf: dict[str, Any], where: str, kind: str) -> None:
+def _original_length(values: dict[str, Any], hf: dict[str, Any], where: str, kind: str, names: RopeNames) -> None:
     """transformers reads the length before scaling from the top level too, where some families keep it.
 
     YaRN without one is scaled from `max_position_embeddings`, by transformers 4 as by 5.
     """
     name = "original_max_position_embeddings"
-    outer = hf.get(name)
+    outer = hf.get(name, names.original_length)
     if outer is not None and values.get(name, outer) != outer:
         raise ModelError(f"config.json: {where}.{name} and {name} are both given and differ; keep one")
     if outer is None and kind == "yarn":
@@ -143,4 +160,5 @@ def _spelled(scaling: RopeScaling | None) -> dict[str, Any]:
     if scaling is None:
         return {}
     values = {f.name: (getattr(scaling, f.name), f.default) for f in fields(scaling)}
-    return {name: value for name, (value, default) in values.items() if value != default}
+    written = {name: value for name, (value, default) in values.items() if value != default}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in written.items()}

@@ -17,6 +17,7 @@ GRADIENT = 1e-4
 SPLIT = [
     *("llama", "llama-tied", "llama-mqa", "llama-mlp-bias", "qwen3-bias", "mistral", "qwen2-window", "qwen3.5"),
     "yarn-rope",
+    "phi3-longrope",
 ]
 """Variants whose weights tensor parallel ranks cut in different ways."""
 

@@ -19,6 +19,7 @@ PUBLISHED = {
     "Mixtral-8x22B": (141, 39),
     "Qwen3-235B-A22B": (235, 22),
     "GLM-4.5": (355, 32 + 1.6),  # the card counts no embedding and output layer
+    "Phi-4": (14.7, 14.7),
     "DeepSeek-V3": (671, 37),
     "Qwen3-Next-80B-A3B": (80, 3 + 0.87),  # the card counts no embedding and output layer
     "Qwen3.5-27B": (27, 27),
