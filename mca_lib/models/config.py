@@ -38,8 +38,8 @@ from mca_lib.models.config_parts import (
     YarnRope,
     check_sizes,
 )
-from mca_lib.models.vision.part import Vision
 from mca_lib.models.hybrid.pattern import LayerMap
+from mca_lib.models.vision.part import Vision
 
 __all__ = [
     "CONFIG_NAME",

@@ -43,7 +43,7 @@ def _check_long_rope(config: McaModelConfig, parallel: ParallelSizes) -> None:
     length = config.rope_scaling.original_max_position_embeddings
     if length % (2 * parallel.context):
         raise ConfigError(
-            f"parallel.context={parallel.context}: documents are padded to a multiple of {2 * parallel.context} tokens; "
+            f"parallel.context={parallel.context}: documents are padded to multiples of {2 * parallel.context} tokens; "
             f"where LongRoPE's frequencies change must be one too: original_max_position_embeddings={length}"
         )
 
