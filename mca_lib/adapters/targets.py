@@ -14,6 +14,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from mca_lib.converter.fused import Fused
 from mca_lib.converter.mappings import QKV, Column, GatedMLP, Packed, Row
 from mca_lib.converter.plan import Entry, entries
 from mca_lib.errors import ConfigError
@@ -22,7 +23,7 @@ from mca_lib.models.naming import MIXER
 
 ALL_LINEAR = "all-linear"
 WEIGHT = ".weight"
-_LINEAR = (Column, Row, QKV, GatedMLP, Packed)
+_LINEAR = (Column, Row, QKV, GatedMLP, Packed, Fused)
 
 
 def linear_layers(config: McaModelConfig) -> Iterator[Entry]:

@@ -25,6 +25,7 @@ from tests.ranks import RankError
 PLAIN = {
     "llama": "peft",
     "qwen3": "peft",
+    "phi3-longrope": "peft",
     "qwen3-moe": "functional",
     "qwen3.5": "peft",
     "deepseek-mtp": "functional",
@@ -92,6 +93,7 @@ def gradients(ranks, folder):
         ("llama", "PP2 VPP2"),
         ("llama", "TP4 SP, more ranks than key heads"),
         ("qwen3", "CP2"),
+        ("phi3-longrope", "TP2 SP"),
         ("qwen3-moe", "EP2"),
         ("qwen3-moe", "TP2 SP ETP1"),
         ("qwen3.5", "TP4 SP, more ranks than key heads"),

@@ -20,6 +20,7 @@ def config(variant: str):
     [("llama-mlp-bias", DENSE), ("qwen3", DENSE), ("qwen2-moe", DENSE), ("deepseek-mtp", LATENT),
      ("qwen3.5", sorted([*DENSE, "in_proj_a", "in_proj_b", "in_proj_qkv", "in_proj_z", "out_proj"])),
      ("qwen3-next", sorted([*DENSE, "in_proj_ba", "in_proj_qkvz", "out_proj"])),
+     ("phi3-longrope", ["down_proj", "gate_up_proj", "o_proj", "qkv_proj"]),
      ("mixtral", ["k_proj", "o_proj", "q_proj", "v_proj", "w1", "w2", "w3"])],
 )  # fmt: skip
 def test_all_linear_is_every_linear_layer_but_the_output_layer_and_the_gates(variant, leaves):
