@@ -53,7 +53,7 @@ WINDOW = {"use_sliding_window": True, "sliding_window": 17}
 
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
-# Two value heads to a key head, all sizes different; of a head of 16 channels 4 rotate.
+# Two value heads to a key head, all sizes different; of a head of 16 channels 8 rotate.
 DELTA_NETS = {
     "head_dim": 16,
     "attention_bias": True,
@@ -62,7 +62,7 @@ DELTA_NETS = {
     "linear_key_head_dim": 6,
     "linear_value_head_dim": 10,
     "linear_conv_kernel_dim": 3,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.25},
+    "rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.5},
 }
 
 IMAGE_TOKENS = {"image_token_id": 1024, "video_token_id": 1025}
