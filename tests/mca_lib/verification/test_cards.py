@@ -8,7 +8,8 @@ import pytest
 
 from mca_lib.models.registry import FAMILIES, config_from_hf
 from mca_lib.verification.card import Card, read_card
-from mca_lib.verification.families import family_card, write_index
+from mca_lib.verification.families import family_card
+from mca_lib.verification.index import write_index
 from mca_lib.verification.layouts import STANDARD, parse_layout, refusal
 from mca_lib.verification.limits import Limits
 from mca_lib.verification.tables import table_digest
