@@ -63,7 +63,7 @@ def with_rope(hf: dict[str, Any], **changes: Any) -> dict[str, Any]:
 
 SPELLINGS = {
     "Phi-3-mini-128k": MINI_128K,
-    "its first release": with_rope(MINI_128K, type="su"),
+    "its first release": with_rope(MINI_128K, type="su", original_max_position_embeddings=4096),
     "of a part of the head": MINI_4,
     "a factor": with_rope(MINI_128K, factor=8.0),
     "an attention factor": with_rope(MINI_128K, attention_factor=1.5),

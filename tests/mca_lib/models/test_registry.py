@@ -65,6 +65,7 @@ REFUSED = {
     "scoring_func": "softmax",
     "topk_method": "greedy",
     "moe_layer_freq": 2,
+    "lm_head_bias": True,
     "is_causal": False,
     "tie_word_embeddings": True,
     "mlp_hidden_act": "silu",
