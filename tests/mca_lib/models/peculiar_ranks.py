@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from tests.mca_lib.models import parity_ranks
 from tests.mca_lib.models.layouts import layout_args
 from tests.mca_lib.tiny_models import hf_model, token_ids
 
@@ -102,6 +103,25 @@ def round_trip(directory: Path, work: Path, layout: dict[str, Any]) -> list[str]
     load_model(list(models), work / "mca")
     models.save_pretrained_as_hf(work / "back")
     return list(compare_weights(directory, work / "back").different)
+
+
+def compare_with_megatrons_expert_bias(directory: Path, layout: dict[str, Any]) -> parity_ranks.Errors:
+    """As `parity_ranks.compare`, with Megatron's own class in place of `ExpertRowParallelLinear`."""
+    from megatron.core.tensor_parallel import RowParallelLinear
+
+    from mca_lib.models import layer_spec
+
+    layer_spec.ExpertRowParallelLinear = RowParallelLinear
+    return parity_ranks.compare(directory, ["gpt-oss"], layout)["gpt-oss"]
+
+
+def names_that_are_summed() -> bool:
+    """Does Megatron look at names of parameters when it sums gradients over tensor parallel ranks?"""
+    import inspect
+
+    from megatron.core.distributed import finalize_model_grads
+
+    return '"q_layernorm" in name' in inspect.getsource(inspect.getmodule(finalize_model_grads))
 
 
 def save_with_blocks(directory: Path) -> None:
