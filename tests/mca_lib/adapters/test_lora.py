@@ -33,6 +33,8 @@ PLAIN = {
 STEPS = 10
 # Relative, fp32; sums are taken in another order.
 TOLERANCE = 1e-5
+# Both libraries' gradients of gated delta nets are 1e-5 away from those in float64.
+LOOSER = {"qwen3.5": 10}
 
 SEQUENCE = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -67,11 +69,15 @@ def distance(found, expected) -> float:
     return max(((found[n] - e).norm() / e.norm()).item() for n, e in expected.items())
 
 
-def assert_same_adapter(found, expected) -> None:
+def tolerance(variant: str) -> float:
+    return TOLERANCE * LOOSER.get(variant, 1)
+
+
+def assert_same_adapter(found, expected, tolerance=TOLERANCE) -> None:
     """Adam turns rounding in small gradients into steps, so that a single matrix may be further off."""
-    assert distance(found, expected) < 10 * TOLERANCE
+    assert distance(found, expected) < 10 * tolerance
     difference = sum((found[n] - e).square().sum() for n, e in expected.items()) ** 0.5
-    assert difference / sum(e.square().sum() for e in expected.values()) ** 0.5 < TOLERANCE
+    assert difference / sum(e.square().sum() for e in expected.values()) ** 0.5 < tolerance
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +112,7 @@ def test_gradients_equal_plain_torch_and_the_file_is_the_same_bytes(ranks, folde
     places = f"{folder}/{variant}", f"{folder}/store", f"{stem} adapter", f"{stem} gradients"
     losses = ranks(world_size, adapter_and_gradients, *places, options, {})
     assert losses[0] == pytest.approx(plain["loss"], rel=1e-6)
-    assert distance(load_file(f"{stem} gradients/{WEIGHTS_NAME}"), plain["gradients"]) < TOLERANCE
+    assert distance(load_file(f"{stem} gradients/{WEIGHTS_NAME}"), plain["gradients"]) < tolerance(variant)
     first = folder / f"{variant} first.safetensors"
     if not first.exists():
         first.write_bytes((folder / f"{variant} {layout} adapter" / WEIGHTS_NAME).read_bytes())
@@ -133,8 +139,8 @@ def test_training_equals_pefts(ranks, folder, alone, variant):
     """Losses and gradient norms of every step, and the adapter at the end."""
     plain = ranks(1, plain_training, PLAIN[variant], f"{folder}/{variant}", f"{folder}/store", STEPS, {})[0]
     curve, adapter = alone(variant)
-    np.testing.assert_allclose(curve, np.array(plain["log"]), rtol=TOLERANCE)
-    assert_same_adapter(adapter, plain["adapter"])
+    np.testing.assert_allclose(curve, np.array(plain["log"]), rtol=tolerance(variant))
+    assert_same_adapter(adapter, plain["adapter"], tolerance(variant))
     assert curve[-1, 0] < curve[0, 0]
 
 

@@ -23,7 +23,7 @@ from tests.mca_lib.trainers.training import (
 from tests.ranks import RankError
 
 STEPS = 4
-# fp32; sums are taken in another order.
+# Relative, fp32; sums are taken in another order.
 TOLERANCE = 1e-4
 
 TENSOR = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -56,7 +56,7 @@ def test_every_layout_trains_as_plain_torch(ranks: Any, folder: Path, plain: np.
     places = f"{folder}/qwen3.5", f"{folder}/store", f"{folder}/{layout}"
     function = train_in_buckets if "overlap" in layout else train
     values = ranks(world_size, function, *places, {"max_steps": STEPS, **options})
-    np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(history(values), plain, rtol=TOLERANCE)
 
 
 def train_until_killed(model: str, store: str, out: str, options: dict[str, Any]) -> None:
@@ -72,4 +72,4 @@ def test_a_killed_run_goes_on_at_another_layout(ranks: Any, folder: Path, plain:
     for name, world_size, layout in (("CP2", 2, {"context_parallel_size": 2}), ("alone", 1, {})):
         shutil.copytree(tmp_path / "killed", tmp_path / name)
         values = ranks(world_size, train, *places, str(tmp_path / name), {**options, **layout})
-        np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(history(values), plain, rtol=TOLERANCE)
