@@ -13,7 +13,7 @@ from flows.graph import StageName, nodes_until
 from flows.preflight import check_model
 from flows.recipe import PipelineConfig
 from flows.reporting import StageReporter
-from flows.result import PipelineResult, describe
+from flows.result import PipelineResult, describe, read_result
 from tasks import promote as promotion
 from tasks.errors import StoreError
 from tasks.ledger import Run
@@ -94,7 +94,7 @@ def _find_all(config: PipelineConfig, store: ArtifactStore, until: StageName | N
         verdict = _promote(config, store, {name: outcome.artifact for name, outcome in outcomes.items()}, run)
     for name, outcome in outcomes.items():
         _reporter(name).finished(describe(outcome))
-    return PipelineResult(outcomes, verdict)
+    return read_result(config, outcomes, verdict)
 
 
 def _promote(

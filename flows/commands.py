@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
@@ -175,12 +176,12 @@ def _print_result(console: Console, config: PipelineConfig, result: "PipelineRes
         stages.add_row(name, mark, f"{outcome.seconds:.1f}", f"{name}/{outcome.artifact.key[:12]}")
     console.print()
     console.print(stages)
-    from flows.run_page import hybrid_summary, report_path
+    from flows.run_page import report_path
 
-    if summary := hybrid_summary(config, result.outcomes):
-        console.print(f"\nhybrid {summary}", highlight=False, markup=False, soft_wrap=True)
-    if "evaluate" in result.outcomes:
-        _print_evaluation(console, result)
+    if result.hybrid:
+        console.print(f"\nhybrid {result.hybrid}", highlight=False, markup=False, soft_wrap=True)
+    if result.metrics is not None:
+        _print_evaluation(console, result.metrics, result)
     console.print()
     for name, stage, file in (
         ("data, with its loss tokens marked", "dataset", "preview.md"),
@@ -196,10 +197,9 @@ def _print_result(console: Console, config: PipelineConfig, result: "PipelineRes
         console.print(f"report: {page}", highlight=False, soft_wrap=True)
 
 
-def _print_evaluation(console: Console, result: "PipelineResult") -> None:
-    from flows.report import compared, is_worse
+def _print_evaluation(console: Console, metrics: Mapping[str, Any], result: "PipelineResult") -> None:
+    from flows.report import is_worse
 
-    metrics = compared(result.outcomes["evaluate"].artifact, result.verdict)
     heading, *rows = comparison(metrics)
     table = plain_table(*heading)
     for row in rows:

@@ -21,7 +21,7 @@ from flows.preflight import check_model, check_pending, check_recipe, check_spac
 from flows.recipe import PipelineConfig
 from flows.report import evaluation_metrics, publish_report
 from flows.reporting import StageReporter
-from flows.result import PipelineResult, describe
+from flows.result import PipelineResult, describe, read_result
 from flows.stage_states import EXPECTED, failed, name_task
 from tasks import promote as promotion
 from tasks.cancel import scope
@@ -86,9 +86,9 @@ def _run(config: PipelineConfig, refresh: Collection[StageName], until: StageNam
             except Exception:
                 publish_report(config, outcomes)  # what was measured stands
                 raise
-    if "evaluate" in outcomes:
-        publish_report(config, outcomes, verdict)
-    return PipelineResult(outcomes, verdict)
+        if "evaluate" in outcomes:
+            publish_report(config, outcomes, verdict)
+        return read_result(config, outcomes, verdict)
 
 
 type _Job = tuple[PipelineConfig, Artifacts, bool, Run]
