@@ -1,7 +1,7 @@
-"""The demonstration of images: a tiny vision-language model, and questions about pictures of coloured shapes.
+"""The demonstration of images, made here so that nothing is downloaded: ``python -m mca_lib.demo_vision DIR``.
 
     DIR/vision-model/    a tiny Qwen2.5-VL with random weights, tokenizer, chat template and image processor
-    DIR/shapes.json      rows in alpaca format with a column `images`
+    DIR/shapes.json      questions about pictures of coloured shapes, in alpaca format with a column `images`
     DIR/shapes/          PNG files
 
 Every picture is one of COLOURS x SHAPES at a random place and of a random size, so held-out pictures are new ones.
@@ -10,6 +10,7 @@ Everything is decided by the seed; needs pillow.
 
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,9 @@ def make_vision_rows(directory: Path, count: int = 160, seed: int = 0) -> Path:
         shown = [picture() for _ in range(2 if number % 5 == 4 else 1)]
         answer = " and ".join(about[kind] for _, about in shown)
         marks = "<image>" * len(shown)
-        rows.append({"instruction": f"{marks}{question}", "output": f"{answer}.", "images": [name for name, _ in shown]})
+        rows.append(
+            {"instruction": f"{marks}{question}", "output": f"{answer}.", "images": [name for name, _ in shown]}
+        )
     path = directory / "shapes.json"
     lines = ",\n".join(json.dumps(row) for row in rows)
     path.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
@@ -131,3 +134,20 @@ _TOWERS: dict[str, dict[str, Any]] = {
         "deepstack_visual_indexes": [0],
     },
 }
+
+
+def main(argv: list[str]) -> int:
+    if len(argv) != 1 or argv[0].startswith("-"):
+        print("usage: python -m mca_lib.demo_vision DIR", file=sys.stderr)
+        return 2
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    directory = Path(argv[0])
+    directory.mkdir(parents=True, exist_ok=True)
+    print(f"model {make_tiny_vision_model(directory / 'vision-model')}\nrows  {make_vision_rows(directory, 600)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

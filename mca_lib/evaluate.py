@@ -35,11 +35,13 @@ from mca_lib.data.token_store import TokenStore
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.evaluation.batch_size import fitting
 from mca_lib.evaluation.harness import Figures, TaskSpec, run_tasks, run_tasks_with_vllm
+from mca_lib.evaluation.images import Pictures
 from mca_lib.evaluation.preference import pair_figures
 from mca_lib.evaluation.report import markdown
 from mca_lib.evaluation.samples import Prompt, answer, held_out_prompts, recipe_prompts
 from mca_lib.evaluation.scoring import Document, Scores, loss_difference, score
 from mca_lib.models.config import read_json
+from mca_lib.models.transformers_class import auto_class
 from mca_lib.models.vocabulary import grow_transformers
 from mca_lib.tokenizer import load_tokenizer
 
@@ -130,13 +132,14 @@ def read_documents(directory: str | Path, max_rows: int | None) -> list[Document
     if not Path(directory).is_dir():
         return []
     store = TokenStore.open(directory)
+    pictures = Pictures(store)
     documents: list[Document] = []
     for index in range(store.num_documents):
         if max_rows is not None and len(documents) == max_rows:
             break
         tokens_S, loss_mask_S = store.document(index)
         if loss_mask_S.any():
-            documents.append(Document(tokens_S.astype(np.int64), loss_mask_S))
+            documents.append(Document(tokens_S.astype(np.int64), loss_mask_S, pictures.of(index)))
     return documents
 
 
@@ -165,8 +168,6 @@ def load_model(directory: str | Path, dtype: str, base: str | Path | None = None
             it brings code that is not what an export writes.
     """
     from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
     if base is not None and is_adapter(directory):
         from peft import PeftModel
 
@@ -175,7 +176,7 @@ def load_model(directory: str | Path, dtype: str, base: str | Path | None = None
         raise ModelError(f"{directory}: no config.json; expected a Hugging Face model directory")
     admit_own_code(directory)
     try:
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = auto_class(directory).from_pretrained(
             directory,
             dtype=getattr(torch, dtype),
             use_safetensors=True,
@@ -237,14 +238,16 @@ def _examine(
 def _rows(directory: str) -> int:
     """Rows of a model's embedding. The base model gets those that were added to it before it was trained."""
     path = Path(directory) / "config.json"
-    return read_json(path, ModelError).get("vocab_size", 0) if path.is_file() else 0
+    config = read_json(path, ModelError) if path.is_file() else {}
+    return (config.get("text_config") or config).get("vocab_size", 0)
 
 
 def _check_vocabulary(model: Any, documents: list[Document], prompts: list[Prompt]) -> None:
     sequences = [*(document.tokens for document in documents), *(prompt.token_ids for prompt in prompts)]
     largest = max((int(max(sequence)) for sequence in sequences), default=0)
-    if largest >= model.config.vocab_size:
-        raise ModelError(f"token id {largest} is beyond the vocabulary of {model.config.vocab_size}")
+    size = model.config.get_text_config().vocab_size
+    if largest >= size:
+        raise ModelError(f"token id {largest} is beyond the vocabulary of {size}")
 
 
 def _metrics(scores: dict[str, Scores]) -> dict[str, Any]:

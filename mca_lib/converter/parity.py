@@ -17,6 +17,7 @@ from mca_lib.converter.sample_text import TEXT
 from mca_lib.errors import ModelError
 from mca_lib.models.config import read_hf_config
 from mca_lib.models.families.quantization import is_mxfp4
+from mca_lib.models.transformers_class import auto_class
 from mca_lib.tokenizer import foreign_id, load_tokenizer
 
 MAX_TOKENS = 512
@@ -75,12 +76,10 @@ def check_difference(difference: LogitsDifference, limit: float, what: str) -> N
 
 def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor:
     """transformers' fp32 logits with eager attention, [S, V]; quantized weights as the bf16 that they stand for."""
-    from transformers import AutoModelForCausalLM
-
     admit_own_code(directory)
     hf = read_hf_config(directory)
     quantized = hf.get("quantization_config") is not None
-    model = AutoModelForCausalLM.from_pretrained(
+    model = auto_class(directory).from_pretrained(
         directory,
         dtype=torch.bfloat16 if quantized else torch.float32,
         attn_implementation="eager",

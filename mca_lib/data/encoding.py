@@ -5,9 +5,10 @@
     dpo    the conversation twice, with the chosen and with the rejected answer; loss on that answer
 
 An over-long conversation keeps its first `cutoff_len` tokens: a prefix of a correct rendering, in which every label
-still has its true context; one that would end within an image ends before it. One that loses all its labels by that is dropped and counted, as is one without any. So is
-a pair of which one answer loses all its labels, or whose answers differ only in what is cut off. The two of a pair are
-cut each by itself, and as both begin with the prompt, both keep the same part of it.
+still has its true context; one that would end within an image ends before it. One that loses all its labels by that is
+dropped and counted, as is one without any. So is a pair of which one answer loses all its labels, or whose answers
+differ only in what is cut off. The two of a pair are cut each by itself, and as both begin with the prompt, both keep
+the same part of it.
 """
 
 import ctypes

@@ -7,6 +7,7 @@ A row names its images in the order of the marks `<image>` in its text. Each mar
 as transformers' processors and LLaMA-Factory's plugin write it.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,6 +31,11 @@ class ImageFile:
     digest: str
     """Of the file's bytes."""
     grid: Grid
+
+
+def with_marks(text: str) -> str:
+    """A rendered text with a mark in the place of each image, for people."""
+    return re.sub(re.escape(START) + f"(?:{re.escape(PAD)})+" + re.escape(END), IMAGE_MARK, text)
 
 
 class ImageReader:

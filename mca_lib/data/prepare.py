@@ -26,6 +26,7 @@ from mca_lib.data.alignment import Sample
 from mca_lib.data.assembly import write_split
 from mca_lib.data.encoding import EncodingLimits, TextEncoder, encode_samples
 from mca_lib.data.formats import resolve_sources
+from mca_lib.data.images import with_marks
 from mca_lib.data.outcome import EQUAL_TO_HELD_OUT, Outcome, refuse_losses
 from mca_lib.data.preview import render_preview
 from mca_lib.data.rows import Summary, read_samples, validate_sources
@@ -85,7 +86,7 @@ def _rows_dataset(
         stores = _write_splits(job, spill, outcome, output)
     stats, pairs = _statistics(job, summary, outcome, stores), job.objective == "dpo"
     preview = render_preview(
-        stats, stores["train"], lambda ids: tokenizer.decode(ids, skip_special_tokens=False), pairs=pairs
+        stats, stores["train"], lambda ids: with_marks(tokenizer.decode(ids, skip_special_tokens=False)), pairs=pairs
     )
     return stats, preview, {name: split_digest(store, pairs=pairs) for name, store in stores.items()}
 

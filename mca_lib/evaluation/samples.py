@@ -15,7 +15,9 @@ from jinja2 import TemplateError
 
 from mca_lib.data.alignment import UnusableRow
 from mca_lib.data.control_tokens import GuardedTokenizer
+from mca_lib.data.images import with_marks
 from mca_lib.errors import ConfigError, ModelError
+from mca_lib.evaluation.images import Picture, image_arguments
 from mca_lib.evaluation.scoring import Document
 
 # Tokens of a plain text that are given before the model continues it, and that are shown of its own continuation.
@@ -28,6 +30,8 @@ class Prompt:
     text: str
     reference: str | None
     """The answer that the data set gives; None for a prompt from the recipe."""
+    pictures: tuple[Picture, ...] = ()
+    """Images in it."""
 
 
 def held_out_prompts(documents: Sequence[Document], tokenizer: Any, count: int) -> list[Prompt]:
@@ -50,7 +54,12 @@ def _prompt_of(document: Document, tokenizer: Any) -> Prompt:
         stop = min(stop, start + TEXT_TOKENS)
     token_ids = [int(token) for token in document.tokens[:start]]
     reference = tokenizer.decode(document.tokens[start:stop].tolist(), skip_special_tokens=True).strip()
-    return Prompt(token_ids, tokenizer.decode(token_ids), reference)
+    text, pictures = tokenizer.decode(token_ids), document.pictures
+    if pictures:
+        token, text = pictures[0].token_id, with_marks(text)
+        shown = sum(a == token != b for a, b in zip(token_ids, [*token_ids[1:], -1], strict=True))
+        pictures = pictures[:shown]
+    return Prompt(token_ids, text, reference, pictures)
 
 
 def recipe_prompts(texts: Sequence[str], tokenizer: Any) -> list[Prompt]:
@@ -109,7 +118,7 @@ def answer(
     """
     from transformers import GenerationConfig
 
-    room = getattr(model.config, "max_position_embeddings", None)
+    room = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     stop_ids = sorted({*stop_ids, *end_of_text_ids(model, tokenizer)})
     answers = []
     for index, prompt in enumerate(prompts):
@@ -130,6 +139,7 @@ def answer(
         output = model.generate(
             input_ids=input_ids_1S,
             attention_mask=torch.ones_like(input_ids_1S),
+            **image_arguments(model, input_ids_1S, prompt.pictures),
             output_logits=True,
             return_dict_in_generate=True,
         )

@@ -15,6 +15,7 @@ import torch
 
 from mca_lib.data.token_store import IGNORE_INDEX
 from mca_lib.errors import ModelError
+from mca_lib.evaluation.images import Picture, image_arguments
 
 # exp(700) is close to the largest double.
 LARGEST_EXPONENT = 700.0
@@ -28,6 +29,8 @@ class Document:
     """int64 [S]."""
     loss_mask: np.ndarray
     """bool [S]: this token is predicted with loss; False for the first one."""
+    pictures: tuple[Picture, ...] = ()
+    """Images that it shows, in the order of their tokens."""
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,10 @@ def _score_batch(model: torch.nn.Module, documents: Sequence[Document]) -> tuple
     # Logits are by far the largest tensor; prompts need none.
     kept_K = (labels_BS != IGNORE_INDEX).any(dim=0).nonzero().squeeze(1)
     device = next(model.parameters()).device
+    pictures = [picture for document in documents for picture in document.pictures]
     logits_BKV = model(
         input_ids=input_ids_BS.to(device),
+        **image_arguments(model, input_ids_BS.to(device), pictures),
         attention_mask=attention_mask_BS.to(device),
         logits_to_keep=kept_K.to(device),
         use_cache=False,

@@ -39,7 +39,12 @@ def with_vocabulary(config: McaModelConfig, size: int) -> McaModelConfig:
     """The config with at least `size` rows; a vocabulary never shrinks."""
     if size <= config.vocab_size:
         return config
-    return replace(config, vocab_size=size, hf_config={**config.hf_config, "vocab_size": size})
+    hf = dict(config.hf_config)
+    if hf.get("text_config"):
+        hf["text_config"] = {**hf["text_config"], "vocab_size": size}
+    else:
+        hf["vocab_size"] = size
+    return replace(config, vocab_size=size, hf_config=hf)
 
 
 def new_rows(name: str, old: TensorSlice, count: int, first: int, last: int) -> torch.Tensor:
@@ -70,13 +75,14 @@ def extra_rows(source: HfSource, config: McaModelConfig, size: int) -> dict[str,
     count = config.vocab_size
     if size <= count:
         return {}
+    config = _as_spelled(config, source)
     return {r.mca: new_rows(r.mca, source.slice(r.hf[0]), count, count, size) for r in _vocabulary_rows(config)}
 
 
 @torch.no_grad()
 def grow_transformers(model: Any, size: int) -> None:
     """Give a model of transformers the rows that its conversion adds for a vocabulary of `size`, in its own dtype."""
-    count = model.config.vocab_size
+    count = model.config.get_text_config().vocab_size
     if size <= count:
         return
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
@@ -98,6 +104,7 @@ class GrownSource:
     def __init__(self, source: HfSource, config: McaModelConfig, size: int) -> None:
         self.source = source
         self.count, self.size = config.vocab_size, size
+        config = _as_spelled(config, source)
         names = {row.hf[0]: row.mca for row in _vocabulary_rows(config)}
         copies = family_of(config.model_type).copies_of(config).items()
         names |= {copy: names[of] for copy, of in copies if of in names}
@@ -170,6 +177,11 @@ def _held_vocabulary(models: Iterable["McaLanguageModel"]) -> Iterator[tuple[str
         for name, parameter in checkpoint_parameters(model):
             if name in names:
                 yield name, parameter, parallel_state.get_tensor_model_parallel_rank() * len(parameter)
+
+
+def _as_spelled(config: McaModelConfig, source: HfSource) -> McaModelConfig:
+    """The config with the source's spelling of names."""
+    return replace(config, source_prefixes=family_of(config.model_type).prefixes_in(source.tensors))
 
 
 def _vocabulary_rows(config: McaModelConfig) -> list[Vocabulary]:

@@ -50,7 +50,7 @@ def full_size(name: str, *, against_transformers: bool = False, num_layers: int 
         ConfigError: the layout does not fit.
     """
     config = config_from_hf(CONFIGS[name])
-    hf = CONFIGS[name] | ({"num_hidden_layers": num_layers} if num_layers else {})
+    hf = _with_layers(CONFIGS[name], num_layers) if num_layers else CONFIGS[name]
     source = transformers_tensors(hf) if against_transformers else table_tensors(config_from_hf(hf))
     begin = time.perf_counter()
     plan = make_plan(config_from_hf(hf), source)
@@ -59,6 +59,12 @@ def full_size(name: str, *, against_transformers: bool = False, num_layers: int 
     check_training_layout(config, layout)
     stages = stage_memory(config, layout, training, ranks)
     return FullSize(name, config, plan, seconds, ranks, layout, training, stages)
+
+
+def _with_layers(hf: dict[str, Any], count: int) -> dict[str, Any]:
+    if "text_config" in hf:
+        return hf | {"text_config": _with_layers(hf["text_config"], count)}
+    return hf | {"num_hidden_layers": count}
 
 
 def table_tensors(config: McaModelConfig) -> dict[str, TensorInfo]:
@@ -76,16 +82,17 @@ def transformers_tensors(hf: dict[str, Any]) -> dict[str, TensorInfo]:
     transformers does not build multi-token prediction layers; theirs come from the table.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
 
     values = dict(hf)
     with torch.device("meta"):
         config = AutoConfig.for_model(values.pop("model_type"), **values)
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        auto = AutoModelForImageTextToText if "vision_config" in hf else AutoModelForCausalLM
+        model = auto.from_config(config, dtype=torch.bfloat16)
     state = revert_weight_conversion(model, model.state_dict())
     found = {name: TensorInfo(tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in state.items()}
-    extra = (f"model.layers.{hf['num_hidden_layers']}.", "mtp.")
+    extra = (f"model.layers.{config_from_hf(hf).num_layers}.", "mtp.")
     return found | {n: info for n, info in table_tensors(config_from_hf(hf)).items() if n.startswith(extra)}
 
 

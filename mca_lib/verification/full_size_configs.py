@@ -4,7 +4,7 @@ from typing import Any
 
 from mca_lib.models.layout import Layout
 from mca_lib.models.memory import Training
-from mca_lib.verification import full_size_more
+from mca_lib.verification import full_size_more, full_size_vision
 
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -35,6 +35,7 @@ _QWEN3_5_ROPE = {
 
 CONFIGS: dict[str, dict[str, Any]] = {
     **full_size_more.CONFIGS,
+    **full_size_vision.CONFIGS,
     "Llama-3.1-405B": {
         "model_type": "llama",
         "vocab_size": 128256,
@@ -231,6 +232,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 LAYOUTS: dict[str, tuple[int, Layout, Training]] = {
     **full_size_more.LAYOUTS,
+    **full_size_vision.LAYOUTS,
     "Llama-3.1-405B": (
         1024,
         Layout(tensor=8, pipeline=16, sequence_parallel=True, first_stage_layers=7, last_stage_layers=7),

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from mca_lib.converter.parity import has_safetensors
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.transformers_class import auto_class
 from mca_lib.verification.difference import difference
 from mca_lib.verification.images import images_of
 from mca_lib.verification.sample import Sample
@@ -62,12 +63,8 @@ def greedy(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[l
 
 
 def _load(directory: Path, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     use_cores()
-    vision = McaModelConfig.from_pretrained(directory).vision is not None
-    auto = AutoModelForImageTextToText if vision else AutoModelForCausalLM
-    return auto.from_pretrained(
+    return auto_class(directory).from_pretrained(
         directory,
         dtype=dtype,
         attn_implementation=attention,

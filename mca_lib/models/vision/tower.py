@@ -8,7 +8,7 @@ that used them. So a rank's gradients of the tower are those of its images, and 
     over tensor parallel ranks     every one of them has used all features in the same way: their gradients arrive
                                    once per rank, and `average_gradients_across_tp_domain` has Megatron divide
 
-A rank without an image still takes part in the exchange, and its tower has a gradient of exactly 0.
+A rank without an image still takes part in the exchange, and its tower runs and has a gradient of exactly 0.
 
 P patches, F features, H hidden size of the language model.
 """
@@ -49,7 +49,7 @@ class VisionTower:
 
     def __init__(self, mca_config: McaModelConfig, tower: torch.nn.Module) -> None:
         sizes = TOWERS[mca_config.model_type].read(mca_config.vision.tower)
-        self.merge, self.hidden_size = sizes.merge, mca_config.hidden_size
+        self.merge, self.patch_values, self.hidden_size = sizes.merge, sizes.patch_values, mca_config.hidden_size
         self.levels = 1 + mca_config.vision.deepstack_layers
         self.tower = tower
 
@@ -70,9 +70,8 @@ class VisionTower:
         return features_FLH.transpose(0, 1)
 
     def without_images(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` itself, through which the tower gets gradients of exactly 0."""
-        weights = [p for p in self.tower.parameters() if p.requires_grad]
-        return _Untouched.apply(hidden, *weights) if weights and torch.is_grad_enabled() else hidden
+        """`hidden` itself; in training the tower gets gradients of exactly 0 through it."""
+        return hidden + self._nothing().sum().to(hidden.dtype) if self.trained and torch.is_grad_enabled() else hidden
 
     @property
     def trained(self) -> bool:
@@ -81,15 +80,28 @@ class VisionTower:
 
     def _own(self, images: Images, own: list[int]) -> torch.Tensor:
         """Features of this rank's images, [F, levels, H]."""
-        weight = next(self.tower.parameters())
         if not own:
-            nothing = torch.zeros((0, self.levels, self.hidden_size), dtype=weight.dtype, device=weight.device)
-            return self.without_images(nothing.requires_grad_(self.trained))
+            return self._nothing()
         if missing := [i for i in own if i not in images.pixels]:
             raise DataError(f"the pixels of image {missing[0]} of a micro batch are not on the rank that encodes it")
-        pixels_PC = torch.cat([images.pixels[i] for i in own]).to(device=weight.device, dtype=weight.dtype)
-        grids = torch.tensor([images.grids[i] for i in own], device=weight.device)
-        output = self.tower(pixels_PC, grid_thw=grids, return_dict=True)
+        return self._features(torch.cat([images.pixels[i] for i in own]), [images.grids[i] for i in own])
+
+    def _nothing(self) -> torch.Tensor:
+        """No features, [0, levels, H].
+
+        In training they are those of an empty image, cut off: replicas reduce gradients and gather weights in the order
+        in which modules run, so the tower has to run on all of them or on none.
+        """
+        weight = next(self.tower.parameters())
+        if not (self.trained and torch.is_grad_enabled()):
+            return weight.new_zeros((0, self.levels, self.hidden_size))
+        return self._features(weight.new_zeros((self.merge**2, self.patch_values)), [(1, self.merge, self.merge)])[:0]
+
+    def _features(self, pixels_PC: torch.Tensor, grids: list[Grid]) -> torch.Tensor:
+        """Of some images, [F, levels, H]."""
+        weight = next(self.tower.parameters())
+        pixels_PC = pixels_PC.to(device=weight.device, dtype=weight.dtype)
+        output = self.tower(pixels_PC, grid_thw=torch.tensor(grids, device=weight.device), return_dict=True)
         levels = [output.pooler_output, *(getattr(output, "deepstack_features", None) or ())]
         return torch.stack(levels, dim=1)
 
@@ -115,16 +127,3 @@ class VisionTower:
                 places[image] = torch.arange(position, position + count)
                 position += count
         return torch.cat([places[i] for i in range(len(grids))])
-
-
-class _Untouched(torch.autograd.Function):
-    """The first argument; the others get gradients of 0, so that a buffer that waits for them goes on."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(*weights)
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return gradient, *(torch.zeros_like(weight) for weight in ctx.saved_tensors)

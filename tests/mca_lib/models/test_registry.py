@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 
 from mca_lib.errors import ModelError
-from mca_lib.models.registry import FAMILIES, check_hf_config, config_from_hf
+from mca_lib.models import registry
+from mca_lib.models.registry import check_hf_config, config_from_hf
+from mca_lib.models.vision.towers import TOWERS
+
+FAMILIES = {name: family for name, family in registry.FAMILIES.items() if name not in TOWERS}
+"""Of text. Those that see images have configs of two parts: `vision/test_families.py`."""
 
 BASE: dict[str, Any] = {
     "model_type": "llama",

@@ -138,14 +138,16 @@ def plain_training(
         frozen: parts of names of what is not trained.
     """
     import torch
-    from transformers import AutoModelForCausalLM, get_scheduler
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, get_scheduler
 
     from mca_lib.data.indexed_rows import open_split
     from mca_lib.trainers.schedule import Schedule
 
     settings, rows = HYPERPARAMETERS, open_split(Path(store) / "train")
     schedule = Schedule(len(rows), settings["global_batch_size"], settings["seed"], max_steps=steps)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
+    sees = "vision_config" in json.loads(Path(model, "config.json").read_text())
+    auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    network = auto.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
     decayed = [p for p in network.parameters() if p.ndim > 1]
@@ -162,10 +164,11 @@ def plain_training(
         loss_sum, count, balance_sum, tokens = torch.zeros(()), 0, torch.zeros(()), 0
         for index in schedule.rows(step):
             row, begin = rows[index], 0
-            for length in row.document_lengths:
+            for number, length in enumerate(row.document_lengths):
                 ids = torch.from_numpy(row.input_ids[begin : begin + length])[None]
+                images = _images(model, network, ids, row.images[number]) if row.images else {}
                 labels = torch.from_numpy(row.labels[begin : begin + length])
-                logits = network(input_ids=ids).logits[0]
+                logits = network(input_ids=ids, **images).logits[0]
                 loss_sum = loss_sum + torch.nn.functional.cross_entropy(logits, labels, reduction="sum")
                 count += int((labels != -100).sum())
                 begin += int(length)
@@ -182,6 +185,20 @@ def plain_training(
         scheduler.step()
         history.append((loss.item(), norm.item()))
     return history
+
+
+def _images(model: str, network: Any, ids: Any, stored: Sequence[Any]) -> dict[str, Any]:
+    """A document's images by transformers' own processor."""
+    import io
+
+    from PIL import Image
+    from transformers import Qwen2VLImageProcessorPil
+
+    if not stored:
+        return {}
+    images = [Image.open(io.BytesIO(image.data.tobytes())) for image in stored]
+    found = Qwen2VLImageProcessorPil.from_pretrained(model)(images=images, return_tensors="pt")
+    return {**found, "mm_token_type_ids": (ids == network.config.image_token_id).int()}
 
 
 def _routed(network: Any) -> list[Any]:
