@@ -37,14 +37,18 @@ def may_have_server() -> bool:
     """
     if any(os.environ.get(name) for name in _NAMES_A_SERVER):
         return True
-    home = Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
     files = {
         Path("prefect.toml"): "",
         Path("pyproject.toml"): "tool.prefect",
         Path(".env"): "PREFECT_",
-        home / "profiles.toml": "PREFECT_",
+        prefect_home() / "profiles.toml": "PREFECT_",
     }
     return any(_has(path, word) for path, word in files.items())
+
+
+def prefect_home() -> Path:
+    """Where Prefect keeps its database, as far as the environment says."""
+    return Path(os.environ.get("PREFECT_HOME") or "~/.prefect").expanduser()
 
 
 def _has(path: Path, word: str) -> bool:

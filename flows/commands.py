@@ -71,16 +71,19 @@ def run_recipe(
 
 def _result(config: PipelineConfig, again: list[str], until: str | None) -> "PipelineResult":
     """Of a run by Prefect; where there is no server and nothing to compute, without it."""
-    from flows.cached import may_have_server, run_cached
+    from flows import temporary_server
+    from flows.cached import may_have_server, prefect_home, run_cached
 
-    if not again and not may_have_server() and (found := run_cached(config, until)) is not None:
+    alone = not may_have_server()
+    if alone and not again and (found := run_cached(config, until)) is not None:
         return found
     for name, value in PREFECT_DEFAULTS.items():
         os.environ.setdefault(name, value)
+    starting = temporary_server.start(prefect_home()) if alone else None  # while Prefect is imported here
     from flows.pipeline import pipeline
     from flows.server import provide_server
 
-    provide_server()
+    provide_server(starting)
     return pipeline(config, refresh=again, until=until)
 
 

@@ -1,23 +1,22 @@
 """The Prefect server of a run: the configured one, or a temporary one of its own (`flows.temporary_server`)."""
 
-import os
-from pathlib import Path
-
 import httpx
 from prefect.client.base import ServerType, determine_server_type
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME
 
+from flows import temporary_server
 from mca_lib.errors import ConfigError
 
-STARTUP_SECONDS = 180
 
-
-def provide_server() -> None:
+def provide_server(starting: temporary_server.Starting | None = None) -> None:
     """Make sure that a Prefect server answers: the configured one, or a temporary one that ends with this process.
 
-    To be called in the main thread: the guardian's parent is a thread. Prefect finds the instance in its own registry.
+    To be called in the main thread, as `temporary_server.start`.
+
+    Args:
+        starting: A temporary one that was started already.
 
     Raises:
         ConfigError: the configured server does not answer, or a temporary one cannot run here.
@@ -25,11 +24,8 @@ def provide_server() -> None:
     if determine_server_type() != ServerType.EPHEMERAL:
         _require_answer(PREFECT_API_URL.value())
         return
-    _require_writable(PREFECT_HOME.value())
-    from flows.temporary_server import TemporaryServer  # imports all of Prefect's server, 1 s
-
     try:
-        TemporaryServer().start(timeout=STARTUP_SECONDS)
+        temporary_server.adopt(starting or temporary_server.start(PREFECT_HOME.value()))
     except RuntimeError as error:
         raise ConfigError(
             f"Prefect's temporary server did not start ({error}); see PREFECT_HOME={PREFECT_HOME.value()}, or start a "
@@ -68,13 +64,3 @@ def _require_answer(url: str | None) -> None:
             f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it (mcaflow server up), or unset "
             "the variable to run with a temporary one"
         ) from None
-
-
-def _require_writable(home: Path) -> None:
-    probe = home / f".mcaflow-{os.getpid()}"
-    try:
-        home.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(bytes(4096))
-        probe.unlink()
-    except OSError as error:
-        raise ConfigError(f"PREFECT_HOME: Prefect cannot write its database into {home}: {error.strerror}") from None

@@ -23,8 +23,8 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from flows import automations, drain
 from flows.heartbeats import give_time_to_report
-from flows.server import STARTUP_SECONDS
 from flows.server_setup import set_up
+from flows.temporary_server import STARTUP_SECONDS
 from mca_lib.errors import ConfigError
 from tasks import guardian
 
