@@ -40,7 +40,9 @@ def with_images(sample: Sample, config: McaModelConfig) -> Sample:
             at += count + GAP
         rows.append(ids_S)
         masks.append(loss_S)
-    return replace(sample, ids_BS=rows, loss_BS=masks, grids=grids)
+    counts = ", ".join(str(len(row)) for row in grids)
+    told = f"{sample.loss_tokens}; the rows show {counts} images, whose tokens carry none"
+    return replace(sample, ids_BS=rows, loss_BS=masks, loss_tokens=told, grids=grids)
 
 
 def pixels(config: McaModelConfig, row: int, image: int, grid: Grid) -> "torch.Tensor":

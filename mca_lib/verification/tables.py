@@ -10,6 +10,7 @@ from blake3 import blake3
 from mca_lib.models.families.base import Family
 from mca_lib.models.families.quantization import WITH_MXFP4
 from mca_lib.models.registry import family_of
+from mca_lib.models.vision.towers import TOWERS
 from mca_lib.verification.layouts import STANDARD
 from mca_lib.verification.tiny import tiny_config
 
@@ -27,6 +28,7 @@ def unsupported(model_type: str) -> tuple[str, ...]:
         *rules,
         *_ropes(family),
         f"sliding windows, unless they are as follows: {window[0].lower()}{window[1:]}",
+        *(("videos",) if model_type in TOWERS else ()),
         "`quantization_config` other than FP8 in blocks" + (" or MXFP4" if model_type in WITH_MXFP4 else ""),
     )
 
