@@ -26,6 +26,7 @@ _PATHS = (
     "dataset.files",
     "dataset.eval_files",
     "dataset.dataset_dir",
+    "dataset.media_dir",
     "eval.task_path",
     "promote.push_to",
     "store.path",

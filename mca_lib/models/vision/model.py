@@ -10,7 +10,8 @@ B batch, S tokens on this rank, T over all context parallel ranks, F features of
 """
 
 import itertools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from megatron.core import parallel_state
@@ -55,6 +56,15 @@ class McaVisionModel(McaGPTModel):
         return super().forward(
             input_ids, position_ids, attention_mask, *args, packed_seq_params=packed_seq_params, **kwargs
         )
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        """Moves and casts the model; frequencies stay fp32, or angles in bf16 would be off by a quarter turn."""
+        modules = [] if self.vision_model is None else self.vision_model.modules()
+        kept = [(m, n, b) for m in modules for n, b in m.named_buffers(recurse=False) if n.endswith("inv_freq")]
+        super()._apply(fn, recurse)
+        for module, name, frequencies in kept:
+            setattr(module, name, frequencies.to(getattr(module, name).device))
+        return self
 
     def _embedded(
         self, input_ids_BS: torch.Tensor, images: Images | None, image_index_BS: torch.Tensor | None

@@ -1,12 +1,13 @@
 """Models that see images train as plain torch does, whoever encodes the images, and keep what is frozen bit by bit."""
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.mca_lib.trainers.training import history, plain_training, train, train_in_buckets
+from tests.mca_lib.trainers.training import history, kill_in_step, plain_training, train, train_in_buckets
 from tests.mca_lib.trainers.vision_training import (
     MODEL,
     STORE,
@@ -16,6 +17,7 @@ from tests.mca_lib.trainers.vision_training import (
     evaluated,
     make_vision,
 )
+from tests.ranks import RankError
 
 STEPS = 3
 # fp32; sums are taken in another order. Losses are of order 6.
@@ -53,6 +55,19 @@ def test_every_layout_trains_as_plain_torch(ranks: Any, folder: Path, plain: np.
     np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)
 
 
+def train_until_killed(model: str, store: str, out: str, options: dict[str, Any]) -> None:
+    kill_in_step(3, signal.SIGKILL)
+    train(model, store, out, options)
+
+
+def test_a_killed_run_goes_on_at_another_layout(ranks: Any, folder: Path, plain: np.ndarray, tmp_path: Path) -> None:
+    places, options = (f"{folder}/{MODEL}", f"{folder}/{STORE}", str(tmp_path)), {"max_steps": STEPS, "save_steps": 2}
+    with pytest.raises(RankError, match="exit -9"):
+        ranks(2, train_until_killed, *places, {**options, "context_parallel_size": 2})
+    values = ranks(2, train, *places, {**options, "tensor_model_parallel_size": 2})
+    np.testing.assert_allclose(history(values), plain, rtol=0, atol=TOLERANCE)
+
+
 @pytest.mark.parametrize(
     ("options", "trained"),
     [
@@ -79,8 +94,10 @@ def test_the_exported_model_answers_in_transformers(ranks: Any, folder: Path, tm
     assert ranks(1, answers, folder, tmp_path / "out" / "export")[0].startswith(("red", "green", "blue", "yellow"))
 
 
-def test_adapters_are_the_same_in_peft_and_merged(ranks: Any, folder: Path, tmp_path: Path) -> None:
-    difference, unknown = ranks(1, adapter_equals_merged, folder, tmp_path / "out")[0]
+def test_adapters_are_the_same_in_peft_and_merged(ranks: Any, tmp_path: Path) -> None:
+    """Of a model whose tower has modules of the same names as the language model's, and weights as transformers 4."""
+    ranks(1, make_vision, tmp_path, "qwen2_5_vl", 12)
+    difference, unknown = ranks(1, adapter_equals_merged, tmp_path, tmp_path / "out")[0]
     assert difference <= 1e-5
     assert unknown == 0
 

@@ -37,6 +37,14 @@ def test_tensor_and_context_parallel_ranks_share_the_images(ranks: Any, models: 
     check(ranks(4, vision_ranks.compare, models, ["qwen3_vl"], sizes), ["qwen3_vl"])
 
 
+def test_frequencies_stay_fp32_in_bf16(ranks: Any, models: Path) -> None:
+    """As in transformers; rounded to bf16 a large position would be off by a part of a turn."""
+    dtypes = ranks(1, vision_ranks.dtypes_in_bf16, models / "qwen2_5_vl")[0]
+    fp32 = {name.rpartition(".")[2] for name, dtype in dtypes.items() if dtype == "float32"}
+    assert fp32 == {"inv_freq", "original_inv_freq"}
+    assert "bfloat16" in dtypes.values()
+
+
 def check(reports: list[dict[str, Any]], families: list[str]) -> None:
     for family in families:
         errors = [report[family] for report in reports]

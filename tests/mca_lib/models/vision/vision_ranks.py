@@ -46,6 +46,19 @@ def compare(
     return {m: _compare_one(AutoModel.from_pretrained(directory / m, args).train(), directory / m) for m in model_types}
 
 
+def dtypes_in_bf16(directory: Path) -> dict[str, str]:
+    """Name → dtype of the floating tensors of a chunk that is cast to bf16, buffers included."""
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import initialize_model_parallel
+    from tests.mca_lib.models.layouts import layout_args
+
+    args = layout_args(bf16=True)
+    initialize_model_parallel(args)
+    chunk = AutoModel.from_pretrained(directory, args)[0].bfloat16()
+    tensors = [*chunk.named_parameters(), *chunk.named_buffers()]
+    return {name: str(t.dtype).removeprefix("torch.") for name, t in tensors if t.is_floating_point()}
+
+
 def _compare_one(models: Any, directory: Path) -> Errors:
     import torch
 
