@@ -87,6 +87,8 @@ class Deployment:
         """The form with the parameters of a run."""
         self.browser.page.get_by_role("button", name="Run", exact=True).click()
         self.browser.page.get_by_role("menuitem", name="Custom run").click()
+        # The form is filled in from the server after it is shown.
+        self.browser.page.wait_for_load_state("networkidle")
         return Form(self.browser)
 
 
