@@ -125,7 +125,7 @@ def evaluated(folder: Path, out: Path) -> tuple[dict[str, Any], float, list[dict
     """(figures of the job `evaluate`, the trainer's own held-out loss, samples) of a training by arguments."""
     from mca_lib.evaluate import evaluate
 
-    changed_by_training(folder, out, {})
+    changed_by_training(folder, out, {"eval_strategy": "steps", "eval_steps": 2})
     spec = {
         "models": {"base": str(folder / MODEL), "trained": str(out / "export")},
         "token_store": str(folder / STORE / "eval"),
