@@ -185,6 +185,7 @@ WRONG = [
     ({"vision_config.num_heads": 5}, "5 heads do not divide 24"),
     ({"vision_config.depth": 0}, "vision_config.depth=0"),
     ({"vision_config.deepstack_visual_indexes": [0] * 9}, "has 9 entries"),
+    ({"vision_config.deepstack_visual_indexes": None}, "deepstack_visual_indexes=None must be a list"),
     ({"text_config.hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ({"text_config.rope_parameters.mrope_section": [3, 2, 2]}, "adds up to 7"),
     ({"text_config.rope_parameters.mrope_interleaved": False}, "mrope_interleaved=False"),

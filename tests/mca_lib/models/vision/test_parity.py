@@ -37,6 +37,35 @@ def test_tensor_and_context_parallel_ranks_share_the_images(ranks: Any, models: 
     check(ranks(4, vision_ranks.compare, models, ["qwen3_vl"], sizes), ["qwen3_vl"])
 
 
+_ROPE = "text_config.rope_parameters."
+WRONG: dict[str, list[dict[str, Any]]] = {
+    "qwen2_vl": [
+        {_ROPE + "mrope_section": [2, 1, 1]},
+        {"vision_config.hidden_act": "gelu"},
+        {"vision_config.num_heads": 4},
+    ],
+    "qwen2_5_vl": [
+        {"vision_config.window_size": 8},
+        {"vision_config.fullatt_block_indexes": [2]},
+        {"text_config.max_window_layers": 2},
+    ],
+    "qwen3_vl": [
+        {_ROPE + "mrope_section": [3, 2, 1]},
+        {"vision_config.deepstack_visual_indexes": [1, 2]},
+        {"text_config.rms_norm_eps": 1e-1},
+    ],
+}
+"""Fields of config.json that are not those of the weights' model."""
+
+
+@pytest.mark.parametrize("family", WRONG)
+def test_a_wrong_field_shows(ranks: Any, models: Path, tmp_path: Path, family: str) -> None:
+    (found,) = ranks(1, vision_ranks.losses_of_changed, models / family, tmp_path, [{}, *WRONG[family]])
+    right, *wrong = found
+    assert right <= LOSS
+    assert min(wrong) > 10 * LOSS, dict(zip(map(str, WRONG[family]), wrong, strict=True))
+
+
 def test_frequencies_stay_fp32_in_bf16(ranks: Any, models: Path) -> None:
     """As in transformers; rounded to bf16 a large position would be off by a part of a turn."""
     dtypes = ranks(1, vision_ranks.dtypes_in_bf16, models / "qwen2_5_vl")[0]

@@ -187,3 +187,34 @@ def _worst_gradient(models: Any, gradients: dict[str, Any]) -> tuple[float, str,
         if not error <= worst:
             worst, worst_name = error, name
     return worst, worst_name, count
+
+
+def losses_of_changed(directory: Path, work: Path, changes: list[dict[str, Any]]) -> list[float]:
+    """Largest difference of a loss from transformers' for the weights of `directory` with other fields in config.json.
+
+    A field is named by its path, `vision_config.window_size`.
+    """
+    import copy
+    import json
+
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import initialize_model_parallel
+    from tests.mca_lib.models.layouts import layout_args
+
+    initialize_model_parallel(layout_args())
+    source, found = json.loads((directory / "config.json").read_text()), []
+    for number, change in enumerate(changes):
+        changed, hf = work / str(number), copy.deepcopy(source)
+        changed.mkdir(parents=True)
+        for path in directory.iterdir():
+            if path.name != "config.json":
+                (changed / path.name).symlink_to(path)
+        for path, value in change.items():
+            *parts, last = path.split(".")
+            place = hf
+            for part in parts:
+                place = place[part]
+            place[last] = value
+        (changed / "config.json").write_text(json.dumps(hf))
+        found.append(_compare_one(AutoModel.from_pretrained(changed).train(), directory).loss)
+    return found
