@@ -4,18 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from mca_lib.checkpoint.digest import checkpoint_digest
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import Experts, HybridLayers
 from mca_lib.models.layout import Layout
 from mca_lib.models.layout_rules import check_config_layout
 from mca_lib.models.registry import FAMILIES, config_from_hf
 from tests.mca_lib.adapters.lora_ranks import logits_four_ways
+from tests.mca_lib.checkpoint import expert_ranks
 from tests.mca_lib.models import parity_ranks, peculiar_ranks
 from tests.mca_lib.models.layouts import EXPERT_LAYOUTS, LAYOUTS
 from tests.mca_lib.models.test_parity import LOGITS, compare
 from tests.mca_lib.models.test_registry import BASES
+from tests.mca_lib.trainers.training import history, make_store, plain_training, train
 
 VARIANTS = ["olmo2", "gemma3", "gpt-oss"]
 
@@ -82,6 +86,42 @@ def test_written_back_and_saved_and_loaded_bitwise(ranks: Any, models: Path, tmp
     layout = {"expert": 2} if variant == "gpt-oss" else {"tensor": 2}
     different = ranks(2, peculiar_ranks.round_trip, models / variant, tmp_path, layout)
     assert different == [[], []]
+
+
+SAVED = [
+    ({"pipeline": 2, "virtual_pipeline": 2}, VARIANTS),
+    ({"tensor": 2}, ["olmo2", "gemma3"]),
+    ({"tensor": 2, "expert_tensor": 1}, ["gpt-oss"]),
+]
+
+
+def test_digest_does_not_depend_on_who_writes(ranks: Any, tmp_path: Path) -> None:
+    """Without a model, and by ranks at other layouts; in bf16."""
+    sources = tmp_path / "hf"
+    ranks(1, expert_ranks.make_sources, sources, VARIANTS, "bfloat16")
+    ranks(1, expert_ranks.convert_all, sources, VARIANTS, tmp_path / "converted")
+    for number, (layout, variants) in enumerate(SAVED):
+        ranks(2, expert_ranks.save_all, layout, sources, variants, tmp_path / str(number))
+        for variant in variants:
+            found, expected = (checkpoint_digest(tmp_path / d / variant) for d in (str(number), "converted"))
+            assert found == expected, (layout, variant)
+
+
+SPLIT = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+TRAINED = {
+    "olmo2": SPLIT,
+    "gemma3": {"context_parallel_size": 2},
+    "gpt-oss": {**SPLIT, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("variant", TRAINED)
+def test_training_equals_plain_torch(ranks: Any, models: Path, tmp_path: Path, variant: str) -> None:
+    """Loss and gradient norm, in which every weight counts once: sinks, norms over heads and biases of experts too."""
+    model, store = str(models / variant), make_store(tmp_path / "store", rows=18)
+    (plain,) = ranks(1, plain_training, model, str(store), 4)
+    values = ranks(2, train, model, str(store), str(tmp_path / "out"), {"max_steps": 4, **TRAINED[variant]})
+    np.testing.assert_allclose(history(values), np.array(plain), rtol=1e-5)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -150,8 +150,10 @@ def plain_training(
     network = auto.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
-    decayed = [p for p in network.parameters() if p.ndim > 1]
-    others = [p for p in network.parameters() if p.ndim <= 1]
+    # Biases of experts are stacked in transformers, whose Trainer knows them by their name.
+    kept = {name for name, p in network.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
+    decayed = [p for name, p in network.named_parameters() if name not in kept]
+    others = [p for name, p in network.named_parameters() if name in kept]
     optimizer = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": settings["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
         lr=settings["learning_rate"],
