@@ -111,6 +111,13 @@ TINY: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 40,
         "rope_parameters": LONG_ROPE | {"partial_rotary_factor": 0.75},
     },
+    "minimax_m2": {
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 12,
+        "rope_parameters": YARN_ROPE,
+    },
     "seed_oss": {
         "head_dim": 12,
         "attention_out_bias": True,

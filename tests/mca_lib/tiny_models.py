@@ -198,6 +198,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_mtp_layers": 1,
         "rope_parameters": {**YARN_ROPE, "partial_rotary_factor": 0.5},
     },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "rotary_dim": 8,
+        "rope_parameters": YARN_ROPE,
+    },
     "deepseek-yarn": {
         **DEEPSEEK,
         "q_lora_rank": None,
@@ -218,6 +226,7 @@ WITH_EXPERTS = [
     "deepseek-mtp",
     "deepseek-yarn",
     "glm4-moe",
+    "minimax-m2",
 ]
 """Variants with a mixture of experts."""
 

@@ -20,7 +20,7 @@ _OPTIONAL_SIZES = (
     "linear_conv_kernel_dim",
     *("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "chunk_size"),
     *("mamba_state_size", "mamba_num_groups", "mamba_conv_kernel", "mamba_chunk_size"),
-    "moe_shared_expert_intermediate_size",
+    *("moe_shared_expert_intermediate_size", "rotary_dim"),
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
 )
 _COUNTS = (

@@ -7,6 +7,10 @@ from mca_lib.models.families.window import OneWindow
 
 _EXPERT = "block_sparse_moe.experts.{expert}."
 
+EXPERTS = expert_weights(
+    *(_EXPERT + name + ".weight" for name in ("w1", "w3", "w2")), router="block_sparse_moe.gate.weight"
+)
+
 FAMILY = Family(
     model_type="mixtral",
     architecture="MixtralForCausalLM",
@@ -21,9 +25,7 @@ FAMILY = Family(
     weights=(
         *EMBEDDINGS,
         *ATTENTION,
-        *expert_weights(
-            *(_EXPERT + name + ".weight" for name in ("w1", "w3", "w2")), router="block_sparse_moe.gate.weight"
-        ),
+        *EXPERTS,
     ),
     neutral=MOE_NEUTRAL,
     derived={"moe.layers": lambda hf: tuple(range(hf["num_hidden_layers"]))},

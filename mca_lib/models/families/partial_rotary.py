@@ -5,6 +5,7 @@ transformers 4 from the top level alone. The channels are the product with the h
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from mca_lib.errors import ModelError
@@ -13,9 +14,11 @@ NAME = "partial_rotary_factor"
 _ROPES = ("rope_parameters", "rope_scaling")
 
 HfConfig = dict[str, Any]
+Share = float | Callable[[HfConfig], float]
+"""A share of a head, or a function of the config that gives it."""
 
 
-def channels_from_hf(hf: HfConfig, head_size: int, default: float | None) -> int | None:
+def channels_from_hf(hf: HfConfig, head_size: int, default: Share | None) -> int | None:
     """Channels of a head that rotate, None where all do.
 
     Args:
@@ -33,7 +36,7 @@ def channels_from_hf(hf: HfConfig, head_size: int, default: float | None) -> int
 
 
 def channels_to_hf(
-    hf: HfConfig, channels: int | None, head_size: int, default: float | None, major: int | None = None
+    hf: HfConfig, channels: int | None, head_size: int, default: Share | None, major: int | None = None
 ) -> HfConfig:
     """`hf` with so many rotating channels, where release 4 or 5 of transformers reads them; None keeps the place."""
     if default is None:
@@ -55,11 +58,11 @@ def share_of(channels: int, head_size: int) -> float:
     return share if int(head_size * share) == channels else math.nextafter(share, 1.0)
 
 
-def _share(hf: HfConfig, default: float) -> float:
+def _share(hf: HfConfig, default: Share) -> float:
     given = {f"{where}.{NAME}": (hf.get(where) or {}).get(NAME) for where in _ROPES} | {NAME: hf.get(NAME)}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
-        return default
+        return default(hf) if callable(default) else default
     (name, share), *others = given.items()
     if conflict := [n for n, value in others if value != share]:
         raise ModelError(f"config.json: {name} and {conflict[0]} are both given and differ; keep one")

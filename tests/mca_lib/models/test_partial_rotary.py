@@ -92,3 +92,15 @@ def test_a_share_that_cannot_be_is_refused_by_name(fields: dict[str, Any], messa
     with pytest.raises(ModelError, match=message) as error:
         config_from_hf({**GLM, **fields})
     assert "\n" not in str(error.value)
+
+
+def test_the_channels_of_minimax_are_read_and_another_share_outweighs_them() -> None:
+    """As in `MiniMaxM2Config`, whose share of the config is the channels by the head's where there is no share."""
+    from transformers import AutoConfig
+
+    hf = {**BASES["minimax_m2"], "head_dim": 32, "rotary_dim": 8}
+    assert config_from_hf(hf).rotary_channels == 8
+    assert AutoConfig.for_model(**hf).rope_parameters["partial_rotary_factor"] == 8 / 32
+    changed = FAMILIES["minimax_m2"].config_to_hf(replace(config_from_hf(hf), rotary_channels=16))
+    assert config_from_hf(changed).rotary_channels == 16
+    assert AutoConfig.for_model(**changed).rope_parameters["partial_rotary_factor"] == 16 / 32

@@ -37,6 +37,7 @@ BASES["qwen3_moe"] |= {"num_experts": 4, **_EXPERTS}
 BASES["qwen3_next"] |= {"num_experts": 4, **_EXPERTS}
 BASES["qwen3_5_moe_text"] |= {"num_experts": 4, **_EXPERTS}
 BASES["deepseek_v3"] |= {"n_routed_experts": 16, "n_group": 8, "topk_group": 1, "num_key_value_heads": 6, **_EXPERTS}
+BASES["minimax_m2"] |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 BASES["glm4_moe"] |= {"n_routed_experts": 8, **_EXPERTS}
 BASES["gpt_oss"] |= {"num_local_experts": 4, "num_experts_per_tok": 2}
 BASES["nemotron_h"] |= {"layers_block_type": ["mamba", "mlp", "attention", "moe", "linear_attention", "full_attention"]}
@@ -71,6 +72,9 @@ REFUSED = {
     "topk_method": "greedy",
     "moe_layer_freq": 2,
     "lm_head_bias": True,
+    "use_qk_norm": False,
+    "use_routing_bias": False,
+    "shared_intermediate_size": 8,
     "is_causal": False,
     "tie_word_embeddings": True,
     "mlp_hidden_act": "silu",

@@ -8,7 +8,7 @@ from mca_lib.converter.plan import make_plan
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models import size
 from mca_lib.models.layout_rules import check_training_layout
-from mca_lib.models.registry import config_from_hf
+from mca_lib.models.registry import config_from_hf, family_of
 from mca_lib.verification.full_size import full_size, main, table_tensors, transformers_tensors
 from mca_lib.verification.full_size_configs import CONFIGS, LAYOUTS
 
@@ -20,6 +20,7 @@ PUBLISHED = {
     "Qwen3-235B-A22B": (235, 22),
     "GLM-4.5": (355, 32 + 1.6),  # the card counts no embedding and output layer
     "Phi-4": (14.7, 14.7),
+    "MiniMax-M2": (230, 10 + 1.2),  # likewise
     "DeepSeek-V3": (671, 37),
     "Qwen3-Next-80B-A3B": (80, 3 + 0.87),  # the card counts no embedding and output layer
     "Qwen3.5-27B": (27, 27),
@@ -35,6 +36,13 @@ def test_the_plan_is_complete_against_transformers(name: str) -> None:
     row = full_size(name, against_transformers=True)
     assert row.plan.dtype == "bfloat16"
     assert {n for e in row.plan.entries for n in e.hf} == set(table_tensors(row.config))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_public_config_is_written_back_as_it_came(name: str) -> None:
+    family = family_of(CONFIGS[name]["model_type"])
+    written = family.config_to_hf(config_from_hf(CONFIGS[name]))
+    assert written == {**CONFIGS[name], "architectures": [family.architecture]}
 
 
 @pytest.mark.parametrize("name", CONFIGS)
