@@ -83,7 +83,13 @@ def test_rope_survives_mca_config() -> None:
         assert McaModelConfig.from_dict(config.to_dict()) == config
 
 
-@pytest.mark.parametrize("model_type", [name for name, hf in BASES.items() if config_from_hf(hf).rotary])
+ONE_ROPE = [
+    name for name, hf in BASES.items() if config_from_hf(hf).rotary and FAMILIES[name].sliding_rope_base is None
+]
+"""The others are in `test_two_ropes`."""
+
+
+@pytest.mark.parametrize("model_type", ONE_ROPE)
 @pytest.mark.parametrize("spelling", [{}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
 def test_absent_base_is_transformers_default(model_type: str, spelling: dict[str, Any]) -> None:
     from transformers import AutoConfig
