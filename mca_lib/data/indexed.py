@@ -67,6 +67,7 @@ class _HeldOut:
 
     def __init__(self, documents: Sequence[np.ndarray]) -> None:
         self._documents = documents
+        self.images = [()] * len(documents)
         self.lengths = self.first = np.array([len(tokens) for tokens in documents], dtype=np.int64)
 
     def piece(self, sample: int, start: int, end: int) -> tuple[np.ndarray, np.ndarray]:

@@ -25,7 +25,7 @@ def resolve_entry(tmp_path, entry, objective="sft"):
     ("fields", "objective", "message"),
     [
         ({"columns": {"promt": "q"}}, "sft", r"dataset: columns has no key 'promt'.*did you mean 'prompt'"),
-        ({"columns": {"images": "q"}}, "sft", r"columns\.images is not supported: media"),
+        ({"columns": {"videos": "q"}}, "sft", r"columns\.videos is not supported: images are"),
         ({"columns": {"messages": "q"}}, "sft", r"columns has no key 'messages' for formatting alpaca"),
         ({"tags": {"roletag": "q"}}, "sft", r"tags has no key 'roletag'.*did you mean 'role_tag'"),
         ({"formatting": "sharegtp"}, "sft", r"unknown formatting 'sharegtp'; did you mean 'sharegpt'"),
