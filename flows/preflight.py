@@ -82,8 +82,7 @@ def check_pending(config: PipelineConfig, again: Collection[str] = (), until: St
 
 def check_model(config: PipelineConfig, model_dir: Path) -> None:
     """Raise a UserError when this model cannot be trained by this recipe: family, weights, layout, length."""
-    hf_config = _read_config(model_dir)
-    source = config_from_hf(hf_config)
+    source = config_from_hf(_read_config(model_dir))
     model = starting_model(source, config.checkpoint)
     check_training_layout(model, config.parallel)
     check_training_options(model, config.training)
@@ -91,8 +90,8 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
         target_names(model, config.lora.target_modules)
     if not config.training.use_mca:
         check_backend(model, adapters=config.training.finetuning_type == "lora")
-    positions = hf_config.get("max_position_embeddings")
-    if isinstance(positions, int) and config.dataset.cutoff_len > positions:
+    positions = source.max_position_embeddings
+    if config.dataset.cutoff_len > positions:
         raise ConfigError(
             f"dataset.cutoff_len: {config.dataset.cutoff_len} is longer than the {positions} positions of the model "
             f"in {model_dir}; use at most {positions}"

@@ -164,7 +164,8 @@ class Family:
         return channels_to_hf(hf, config.rotary_channels, config.kv_channels, self.rotary_share, transformers)
 
     def _has_default_rope(self, hf: HfConfig) -> bool:
-        return self.default_rope is not None and not (hf.get("rope_scaling") or hf.get("rope_parameters"))
+        said = hf.get("rope_scaling") or hf.get("rope_parameters") is not None
+        return self.default_rope is not None and not said
 
     def _ropes(self, hf: HfConfig) -> tuple[Rope, float | None]:
         """(rope, base in layers with a window where they have one of their own)."""

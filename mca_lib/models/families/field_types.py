@@ -96,7 +96,7 @@ FIELD_TYPES: dict[str, Kind] = {
     "n_shared_experts": Kind(_COUNT.words, _COUNT.holds, nullable=False),
     "norm_topk_prob": Kind("true or false", lambda v: isinstance(v, bool)),
     "router_aux_loss_coef": Kind("a number, 0 or more", _not_negative),
-    "routed_scaling_factor": _POSITIVE,
+    **dict.fromkeys(("routed_scaling_factor", "swiglu_limit"), _POSITIVE),
     "auto_map": _OBJECT,
     **dict.fromkeys(_FLAGS, Kind("true or false", lambda v: isinstance(v, bool), nullable=False)),
     **dict.fromkeys(_ROPES, _OBJECT),

@@ -68,11 +68,13 @@ class Tower:
     tensors: Callable[[Sizes], Tensors]
 
     def read(self, config: dict[str, Any]) -> Sizes:
-        """Raises ModelError naming the field of the vision_config that is no size."""
+        """Raises ModelError naming the field of the vision_config that is no size, or no list of layers."""
         values = {}
         for name, (hf, default) in self.sizes.items():
             value = config.get(hf, default)
             if name == "deepstack":
+                if not isinstance(value, list | tuple):
+                    raise ModelError(f"config.json: vision_config.{hf}={value!r:.80} must be a list of layers")
                 value = len(value)
             elif type(value) is not int or value < 1:
                 raise ModelError(f"config.json: vision_config.{hf}={value!r:.80} must be a positive integer")

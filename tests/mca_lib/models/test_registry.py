@@ -174,6 +174,7 @@ ODD = {
     "topk_group": [None],
     "n_shared_experts": [None],
     "routed_scaling_factor": [0.0, 0, -1.0],
+    "swiglu_limit": [0, "7"],
 }
 
 

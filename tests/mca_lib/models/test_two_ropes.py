@@ -101,6 +101,8 @@ def test_scaling_that_transformers_takes_where_gpt_oss_gives_none() -> None:
         theirs = config_from_hf(AutoConfig.for_model(**{**base, **fields}).to_dict())
         assert (theirs.rope_scaling, theirs.rotary_base) == (config.rope_scaling, config.rotary_base)
         assert family.config_to_hf(config) == {**base, **fields}
-    plain = config_from_hf({**base, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}})
-    assert (plain.rope_scaling, plain.rotary_base) == (None, 1e4)
-    check_config(plain)
+    for rope in ({"rope_type": "default", "rope_theta": 1e4}, {}):
+        plain = config_from_hf({**base, "rope_parameters": rope})
+        theirs = config_from_hf(AutoConfig.for_model(**{**base, "rope_parameters": dict(rope)}).to_dict())
+        assert (plain.rope_scaling, plain.rotary_base) == (None, theirs.rotary_base)
+        check_config(plain)
