@@ -28,6 +28,8 @@ _ACTIVATIONS = {
     "quick_geglu": quick_gelu,
     "relu2": squared_relu,
 }
+_FUSED = ("swiglu", "quick_geglu")
+"""Of these Megatron (0.19.2) has a kernel together with the bias. It refuses relu², and knows no gelu but `F.gelu`."""
 
 
 def transformer_config(
@@ -114,8 +116,7 @@ def transformer_config(
         fp8_recipe="tensorwise",
         attention_softmax_in_fp32=True,
         # Megatron's fused kernels are torch.compile'd functions that need a C++ compiler on CPU.
-        # They know no gelu but the one whose plain form here is another.
-        bias_activation_fusion=not on_cpu and config.activation != "geglu",
+        bias_activation_fusion=not on_cpu and config.activation in _FUSED,
         use_cpu_initialization=on_cpu if use_cpu_initialization is None else use_cpu_initialization,
         perform_initialization=perform_initialization,
         recompute_granularity=recompute,

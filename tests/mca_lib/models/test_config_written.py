@@ -73,6 +73,19 @@ def test_model_that_its_config_json_could_not_describe_is_not_built() -> None:
         transformer_config(of(moe__normalize_topk=False)(config))
 
 
+@pytest.mark.parametrize("model_type", BASES)
+def test_megatron_takes_the_config_of_every_family_on_a_gpu(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from mca_lib.models import transformer_config
+    from mca_lib.platforms import Platform
+
+    gpu = Platform("cuda", "nccl", torch.device("cuda"))
+    monkeypatch.setattr(transformer_config, "current_platform", lambda: gpu)
+    built = transformer_config.transformer_config(config_from_hf(BASES[model_type]))
+    assert not built.use_cpu_initialization
+
+
 POSSIBLE = [
     ("llama", of(num_layers=2, num_query_groups=3, norm_epsilon=1e-3)),
     ("llama", of(qkv_bias=True, attention_output_bias=True, mlp_bias=True, kv_channels=10)),
