@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tests.mca_lib.checkpoint.expert_ranks import make_sources
+from tests.mca_lib.trainers import preference_training
 from tests.mca_lib.trainers.training import (
     history,
     kill_in_step,
@@ -73,3 +74,14 @@ def test_a_killed_run_goes_on_at_another_layout(ranks: Any, folder: Path, plain:
         shutil.copytree(tmp_path / "killed", tmp_path / name)
         values = ranks(world_size, train, *places, str(tmp_path / name), {**options, **layout})
         np.testing.assert_allclose(history(values), plain, rtol=TOLERANCE)
+
+
+def test_preferences_train_as_plain_torch(ranks: Any, folder: Path) -> None:
+    """Chosen and rejected are documents of one row, whose states must not meet."""
+    pairs, steps = preference_training.make_pair_store(folder / "pairs", rows=8), 3
+    model = f"{folder}/qwen3.5"
+    plain = np.array(ranks(1, preference_training.plain_training, model, str(pairs), steps, {})[0])
+    options = {"max_steps": steps, "context_parallel_size": 2}
+    values = ranks(2, preference_training.train, model, str(pairs), f"{folder}/preferences", options, {})
+    losses_and_norms = preference_training.history(values)[:, :2]
+    np.testing.assert_allclose(losses_and_norms, plain[:, :2], rtol=2 * TOLERANCE)
