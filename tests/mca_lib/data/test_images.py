@@ -75,6 +75,19 @@ def test_marks_become_the_tokens_that_llama_factory_writes(folder: Path, model: 
     assert (row.input_ids == 705).sum() == sum(features(image.grid, 2) for image in row.images[0]) == 6 + 7
 
 
+def test_sharegpt_rows_are_the_same(folder: Path, model: Path) -> None:
+    turns = [{"from": "human", "value": ROW["instruction"]}, {"from": "gpt", "value": ROW["output"]}]
+    rows = [{"conversations": turns, "images": ROW["images"]}]
+    columns = {"messages": "conversations", "images": "images"}
+    other = build(folder, model, rows, formatting="sharegpt", columns=columns)
+    assert other["parts"] == build(folder, model, [ROW])["parts"]
+
+
+def test_paths_are_relative_to_the_media_folder(folder: Path, model: Path) -> None:
+    rows = [{**ROW, "images": ["../a.png", "b.png"]}]
+    assert build(folder, model, rows, media_dir=str(folder / "sub"))["parts"] == build(folder, model, [ROW])["parts"]
+
+
 def test_files_are_kept_once_by_content(folder: Path, model: Path) -> None:
     rows = [ROW, {**ROW, "instruction": "<image>And <image>?"}, {"instruction": "No picture.", "output": "None."}]
     built = build(folder, model, rows)

@@ -74,6 +74,11 @@ def test_frequencies_stay_fp32_in_bf16(ranks: Any, models: Path) -> None:
     assert "bfloat16" in dtypes.values()
 
 
+def test_the_vocabulary_grows_with_its_tokenizer(ranks: Any, models: Path, tmp_path: Path) -> None:
+    """Under the names of transformers 4, and in a config of two parts."""
+    assert ranks(1, vision_ranks.grown, models / "qwen2_vl", tmp_path / "out", 1040) == [(1040, [1040, 32], 1039)]
+
+
 def check(reports: list[dict[str, Any]], families: list[str]) -> None:
     for family in families:
         errors = [report[family] for report in reports]

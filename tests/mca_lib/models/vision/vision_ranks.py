@@ -218,3 +218,25 @@ def losses_of_changed(directory: Path, work: Path, changes: list[dict[str, Any]]
         (changed / "config.json").write_text(json.dumps(hf))
         found.append(_compare_one(AutoModel.from_pretrained(changed).train(), directory).loss)
     return found
+
+
+def grown(directory: Path, out: Path, size: int) -> tuple[int, list[int], int]:
+    """Export a model with `size` rows for its vocabulary: (rows of config.json, shape of the embedding, largest id that
+    transformers takes)."""
+    import json
+    from types import SimpleNamespace
+
+    import torch
+    from safetensors.torch import load_file
+
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import initialize_model_parallel
+    from tests.mca_lib.models.layouts import layout_args
+
+    args = layout_args()
+    initialize_model_parallel(args)
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"last": size - 1})
+    AutoModel.from_pretrained(directory, args, tokenizer=tokenizer).save_pretrained_as_hf(out)
+    embedding = load_file(out / "model.safetensors")["model.embed_tokens.weight"]
+    _reference_model(out)(torch.tensor([[size - 1]]))
+    return json.loads((out / "config.json").read_text())["text_config"]["vocab_size"], list(embedding.shape), size - 1
