@@ -7,7 +7,7 @@ Shapes: D documents, B documents of a batch, S positions, K positions that carry
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,10 +103,8 @@ def score(
     """
     loss_D = np.zeros(len(documents))
     correct_D = np.zeros(len(documents), dtype=np.int64)
-    # Documents of similar length side by side: little padding.
-    order = sorted(range(len(documents)), key=lambda d: -len(documents[d].tokens))
-    for start in range(0, len(order), batch_size):
-        batch = order[start : start + batch_size]
+    done = 0
+    for batch in _batches([len(document.tokens) for document in documents], batch_size, _short_length(model)):
         loss_D[batch], correct_D[batch] = _score_batch(model, [documents[d] for d in batch])
         for d in batch:
             if not math.isfinite(loss_D[d]):
@@ -114,8 +112,25 @@ def score(
                     f"the loss of held-out document {d} is {loss_D[d]}: the model's weights or activations overflow; "
                     "if training diverged, lower training.learning_rate"
                 )
-        on_scored(start + len(batch))
+        done += len(batch)
+        on_scored(done)
     return Scores(loss_D, correct_D, np.array([int(d.loss_mask.sum()) for d in documents], dtype=np.int64))
+
+
+def _batches(lengths_D: Sequence[int], size: int, short: int | None) -> Iterator[list[int]]:
+    """Numbers of the documents of each batch; none has some of at most `short` tokens and some of more."""
+    # Documents of similar length side by side: little padding.
+    order = sorted(range(len(lengths_D)), key=lambda d: -lengths_D[d])
+    for is_long in (True, False):
+        group = [d for d in order if (short is None or lengths_D[d] > short) == is_long]
+        yield from (group[start : start + size] for start in range(0, len(group), size))
+
+
+def _short_length(model: torch.nn.Module) -> int | None:
+    """Tokens up to which LongRoPE has its frequencies of short documents, since transformers gives a whole batch those of
+    its longest document; None for any other rope."""
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from mca_lib.errors import ModelError
 from mca_lib.evaluation.scoring import Document, Scores, loss_difference, score
 from mca_lib.tiny_models import make_tiny_model
+from mca_lib.verification.tiny import make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,13 @@ def test_scores_do_not_depend_on_the_batch_size(model, documents, batch_size):
     # Matrix products of another shape round differently, padding changes nothing else.
     np.testing.assert_allclose(scores.loss_D, expected.loss_D, rtol=1e-5)
     np.testing.assert_array_equal(scores.correct_D, expected.correct_D)
+
+
+def test_short_documents_do_not_get_the_long_rope_of_their_neighbours(tmp_path, documents):
+    model = AutoModelForCausalLM.from_pretrained(make_tiny(tmp_path, "phi3"), dtype=torch.float32).eval()
+    long = Document(np.tile(documents[0].tokens, 3), np.tile(documents[0].loss_mask, 3))
+    alone, together = (_score(model, [*documents, long], batch_size) for batch_size in (1, 100))
+    np.testing.assert_allclose(together.loss_D, alone.loss_D, rtol=1e-5)
 
 
 def test_every_model_output_counts_as_correct_when_it_is_the_label(model, documents):
