@@ -81,9 +81,9 @@ def _limit() -> GlobalConcurrencyLimitResponse | None:
 def release_left(run_id: UUID) -> None:
     """Give back the slots of a run of which no process is left; harmless where it has none."""
     with get_client(sync_client=True) as client:
-        if lease := client.read_flow_run(run_id).labels.get(LABEL):
-            client.release_concurrency_slots_with_lease(UUID(str(lease)))
-            client.update_flow_run_labels(run_id, {LABEL: ""})
+        lease = client.read_flow_run(run_id).labels.get(LABEL)
+    if lease:
+        _give_back(UUID(str(lease)), run_id)
 
 
 def _wait(slots: int, check: Callable[[], None], report: Reporter) -> UUID | None:
@@ -113,7 +113,7 @@ def _wait(slots: int, check: Callable[[], None], report: Reporter) -> UUID | Non
 
 @contextmanager
 def _held(lease: UUID | None, run_id: UUID | None, report: Reporter) -> Iterator[None]:
-    """Renew the lease until the block ends, then give it back."""
+    """Renew the lease until the block ends, then give it back; a server that is away then costs a warning."""
     if lease is None:
         yield
         return
@@ -128,10 +128,17 @@ def _held(lease: UUID | None, run_id: UUID | None, report: Reporter) -> Iterator
     finally:
         ended.set()
         renewing.join(2)
-        with get_client(sync_client=True) as client:
-            client.release_concurrency_slots_with_lease(lease)
-            if run_id is not None:
-                client.update_flow_run_labels(run_id, {LABEL: ""})
+        try:
+            _give_back(lease, run_id)
+        except httpx.HTTPError as error:  # must not cost what was computed meanwhile
+            report.warning(f"the slots of {LIMIT} are free when their lease ends, as the server is away: {error}")
+
+
+def _give_back(lease: UUID, run_id: UUID | None) -> None:
+    with get_client(sync_client=True) as client:
+        client.release_concurrency_slots_with_lease(lease)
+        if run_id is not None:
+            client.update_flow_run_labels(run_id, {LABEL: ""})
 
 
 def _renew(lease: UUID, ended: threading.Event, report: Reporter) -> None:

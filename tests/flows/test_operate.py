@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -99,6 +100,22 @@ def test_slots_of_a_dead_run_are_free_at_once(client: SyncPrefectClient, two_gpu
     assert taken(client) == 0
     gpu.release_left(first)
     assert taken(client) == 0
+
+
+def test_a_server_that_is_away_at_the_end_costs_a_warning_not_the_training(
+    client: SyncPrefectClient, two_gpus: None, monkeypatch: pytest.MonkeyPatch
+):
+    def away(self: SyncPrefectClient, lease: uuid.UUID) -> None:
+        raise httpx.ConnectError("nobody answers")
+
+    warnings = []
+    monkeypatch.setattr(SyncPrefectClient, "release_concurrency_slots_with_lease", away)
+    monkeypatch.setattr(LogReporter, "warning", lambda self, text: warnings.append(text))
+    with gpu.occupying(LauncherConfig(nproc_per_node=2), LogReporter("train"))(lambda: None):
+        assert taken(client) == 2
+    assert warnings == [
+        "the slots of mcaflow-gpu are free when their lease ends, as the server is away: nobody answers"
+    ]
 
 
 def test_a_lease_is_renewed_until_the_server_has_forgotten_it(
