@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from mca_lib.data.formats import RANKING_COLUMNS, RowFormat
 from mca_lib.data.suggest import suggestion
 
-
 IMAGE_MARK = "<image>"
 """Stands in the text of a row for the next of its images."""
 

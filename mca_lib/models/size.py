@@ -33,8 +33,9 @@ _PARTS = (
     ("mlp", ".mlp."),
 )
 
-PARTS = tuple(
-    "vision embedding attention mamba mlp experts shared_experts router norms head mtp".split()
+PARTS = (
+    *("vision", "embedding", "attention", "mamba", "mlp", "experts", "shared_experts", "router", "norms", "head"),
+    "mtp",
 )
 
 
