@@ -127,8 +127,10 @@ def _batches(lengths_D: Sequence[int], size: int, short: int | None) -> Iterator
 
 
 def _short_length(model: torch.nn.Module) -> int | None:
-    """Tokens up to which LongRoPE has its frequencies of short documents, since transformers gives a whole batch those of
-    its longest document; None for any other rope."""
+    """Tokens up to which LongRoPE has its frequencies of short documents; None for any other rope.
+
+    transformers gives a whole batch those of its longest document.
+    """
     rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else None
 
