@@ -101,7 +101,8 @@ class VisionFamily(Family):
         hf |= {name: after.pop(name) for name in ("model_type", "architectures")}
         after = self._with_mrope(hf.get("text_config") or hf, before, after, config.vision)
         if hf.get("text_config"):
-            hf["tie_word_embeddings"] = config.tie_word_embeddings
+            if config.tie_word_embeddings or "tie_word_embeddings" in hf:
+                hf["tie_word_embeddings"] = config.tie_word_embeddings
             kept = {n: v for n, v in hf["text_config"].items() if n in _SHARED}
             hf["text_config"] = {n: v for n, v in after.items() if n not in _SHARED} | kept
             if "tie_word_embeddings" in kept:

@@ -42,12 +42,12 @@ WRONG: dict[str, list[dict[str, Any]]] = {
     "qwen2_vl": [
         {_ROPE + "mrope_section": [2, 1, 1]},
         {"vision_config.hidden_act": "gelu"},
-        {"vision_config.num_heads": 4},
+        {"vision_config.num_heads": 1},
     ],
     "qwen2_5_vl": [
         {"vision_config.window_size": 8},
         {"vision_config.fullatt_block_indexes": [2]},
-        {"text_config.max_window_layers": 2},
+        {"text_config.layer_types": ["full_attention"] * 4},
     ],
     "qwen3_vl": [
         {_ROPE + "mrope_section": [3, 2, 1]},
