@@ -10,6 +10,7 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +86,7 @@ def transformers_tensors(hf: dict[str, Any]) -> dict[str, TensorInfo]:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.core_model_loading import revert_weight_conversion
 
-    values = dict(hf)
+    values = deepcopy(hf)  # transformers writes into the rope
     with torch.device("meta"):
         config = AutoConfig.for_model(values.pop("model_type"), **values)
         auto = AutoModelForImageTextToText if "vision_config" in hf else AutoModelForCausalLM

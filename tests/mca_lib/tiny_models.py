@@ -1,5 +1,6 @@
 """Tiny random models of every family, in Hugging Face format, for tests."""
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +236,7 @@ def hf_config(variant: str, **changes: Any) -> Any:
     """transformers' config object of a variant."""
     from transformers import AutoConfig
 
-    values = {**SIZES, **VARIANTS[variant], **changes}
+    values = deepcopy({**SIZES, **VARIANTS[variant], **changes})  # transformers writes into the rope
     return AutoConfig.for_model(values.pop("model_type"), **values)
 
 
