@@ -206,8 +206,6 @@ def _train(
 
     model = AutoModel.from_pretrained(directory, training_args)
     model.base_digest = model_args.weights_digest or base_digest(directory)
-    if model.mca_config.vision is not None and finetuning_args.stage == "dpo":
-        raise ConfigError(f"stage=dpo: a {model.mca_config.model_type} model is trained with stage sft or pt alone")
     if finetuning_args.finetuning_type == "lora":
         setup_lora_training(model, finetuning_args, training_args.seed, model.base_digest)
     else:

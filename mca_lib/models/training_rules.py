@@ -24,8 +24,6 @@ class TrainingOptions(Protocol):
 def check_training_options(config: McaModelConfig, options: TrainingOptions) -> None:
     """Raises ConfigError when an option has no effect on this model, or names what it does not have."""
     frozen_weights(config, frozen_modules(config, options))
-    if config.vision is not None and getattr(options, "stage", None) == "dpo":
-        raise ConfigError(f"training.stage: dpo: a {config.model_type} model is trained with stage sft or pt alone")
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
         if getattr(options, name) and config.moe is None:
             raise ConfigError(

@@ -87,7 +87,7 @@ class McaTrainer:
         self._best = BestModel(self.output_dir, model) if args.load_best_model_at_end else None
         self._alignment = Alignment.of(args)
         splits = [store for store in (train_dataset, eval_dataset) if store is not None]
-        self._images = {id(store): collator_of(model.mca_config, store.path) for store in splits}
+        self._images = {id(store): collator_of(model.mca_config, store) for store in splits}
         self._is_rank_0 = dist.get_rank() == 0
         self.callbacks = Callbacks(callbacks, args, model, self.engine, self.schedule)
         self._told_saved: int | None = None

@@ -17,6 +17,7 @@ import torch
 from megatron.core import parallel_state
 
 from mca_lib.data.image_store import StoredImage
+from mca_lib.data.indexed_rows import Rows
 from mca_lib.data.token_store import Row
 from mca_lib.errors import DataError
 from mca_lib.models.config import McaModelConfig
@@ -63,11 +64,8 @@ class ImageCollator:
     def __init__(self, config: McaModelConfig, path: Path) -> None:
         self.vision, sizes = config.vision, TOWERS[config.model_type].read(config.vision.tower)
         self.merge = sizes.merge
-        meta = path.parent / "meta.json"
-        values = json.loads(meta.read_text(encoding="utf-8")) if meta.is_file() else {}
-        self.processor = processor_of(values["image_processor"]) if "image_processor" in values else None
-        if self.processor is None:
-            return
+        values = json.loads((path.parent / "meta.json").read_text(encoding="utf-8"))
+        self.processor = processor_of(values["image_processor"])
         if values["image_token_id"] != self.vision.image_token_id:
             raise DataError(
                 f"token store {path.parent}: images are token {values['image_token_id']}, and "
@@ -127,10 +125,10 @@ class ImageCollator:
         return pixels_PC
 
 
-def collator_of(config: McaModelConfig, path: Path) -> "ImageCollator | None":
-    """None for a model of text, which cannot be trained on images."""
-    if config.vision is not None:
-        return ImageCollator(config, path)
-    if (path / "image_bytes.npy").is_file():
-        raise DataError(f"token store {path}: its rows show images, and the model is one of text")
-    return None
+def collator_of(config: McaModelConfig, rows: Rows) -> ImageCollator | None:
+    """None for rows of text. Raises DataError for rows with images and a model that sees none."""
+    if getattr(rows, "images", None) is None:
+        return None
+    if config.vision is None:
+        raise DataError(f"token store {rows.path}: its rows show images, and the model is one of text")
+    return ImageCollator(config, rows.path)

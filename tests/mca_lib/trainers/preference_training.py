@@ -74,15 +74,16 @@ def make_trainer(
 def plain_training(model: str, store: str, steps: int, preference: dict[str, Any]) -> list[list[float]]:
     """`MEASURES` of each step, by transformers and torch alone: two models, one document at a time."""
     import torch
-    from transformers import AutoModelForCausalLM, get_scheduler
+    from transformers import get_scheduler
 
     from mca_lib.data.token_store import TokenStore
+    from mca_lib.models.transformers_class import auto_class
     from mca_lib.trainers.schedule import Schedule
 
     settings, rows = HYPERPARAMETERS, TokenStore.open(Path(store) / "train")
     schedule = Schedule(len(rows), settings["global_batch_size"], settings["seed"], max_steps=steps)
     policy, reference = (
-        AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager") for _ in range(2)
+        auto_class(model).from_pretrained(model, dtype=torch.float32, attn_implementation="eager") for _ in range(2)
     )
     optimizer = torch.optim.AdamW(
         [

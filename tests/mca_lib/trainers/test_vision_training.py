@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.mca_lib.trainers import preference_training
 from tests.mca_lib.trainers.training import history, kill_in_step, plain_training, train, train_in_buckets
 from tests.mca_lib.trainers.vision_training import (
     MODEL,
@@ -85,6 +86,16 @@ def test_what_is_frozen_stays_bit_by_bit(
     assert {name for name in changed if not any(name.startswith(part) for part in allowed)} == set()
     assert all(any(name.startswith(part) for name in changed) for part in allowed)
     assert ("model.visual.merger.norm.weight" in changed) == ("freeze_multi_modal_projector" in options)
+
+
+def test_preferences_of_text_are_trained_as_plain_torch(ranks: Any, folder: Path, tmp_path: Path) -> None:
+    """No micro batch has images then, and the tower gets gradients of 0."""
+    preference_training.make_pair_store(tmp_path, 8)
+    places = f"{folder}/{MODEL}", str(tmp_path)
+    expected = ranks(1, preference_training.plain_training, *places, 2, {})[0]
+    options = {"max_steps": 2, "tensor_model_parallel_size": 2}
+    values = ranks(2, preference_training.train, *places, str(tmp_path / "out"), options, {})
+    np.testing.assert_allclose(preference_training.history(values), expected, rtol=0, atol=TOLERANCE)
 
 
 def test_the_exported_model_answers_in_transformers(ranks: Any, folder: Path, tmp_path: Path) -> None:
