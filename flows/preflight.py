@@ -27,6 +27,7 @@ from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.models.registry import config_from_hf
 from mca_lib.models.training_rules import check_training_options
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
+from mca_lib.trainers.llama_factory import check_longest
 from mca_lib.trainers.llama_factory import check_model as check_backend
 from mca_lib.trainers.tracking import tracker_problems
 from tasks.checkpoint_config import starting_model
@@ -90,6 +91,7 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
         target_names(model, config.lora.target_modules)
     if not config.training.use_mca:
         check_backend(model, adapters=config.training.finetuning_type == "lora")
+        check_longest(model, config.dataset.cutoff_len)
     positions = source.max_position_embeddings
     if config.dataset.cutoff_len > positions:
         raise ConfigError(

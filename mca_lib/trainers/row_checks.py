@@ -21,7 +21,7 @@ def check_rows(store: Rows, config: McaModelConfig) -> None:
         return
     _refuse(store, np.flatnonzero(np.diff(store.row_offsets) < 1), "is empty", "build the store again")
     _refuse(store, _rows_of(store, store.document_lengths < 1), "has an empty document", "build the store again")
-    positions, longest = config.max_position_embeddings, int(store.document_lengths.max())
+    positions, longest = config.max_position_embeddings, longest_document(store)
     _refuse(
         store,
         _rows_of(store, store.document_lengths > positions),
@@ -37,6 +37,11 @@ def check_rows(store: Rows, config: McaModelConfig) -> None:
             f"has token {store.tokens_T[place]}, and the model has {config.vocab_size}",
             "tokenize with the model's own tokenizer",
         )
+
+
+def longest_document(store: Rows) -> int:
+    """Tokens that a document of a row has at most; of an indexed split those of a row."""
+    return store.sequence_length if isinstance(store, IndexedRows) else int(store.document_lengths.max())
 
 
 def _check_indexed(store: IndexedRows, config: McaModelConfig) -> None:

@@ -10,6 +10,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from mca_lib.errors import ConfigError
+from mca_lib.models.config_parts import LongRope
 
 if TYPE_CHECKING:
     from mca_lib.models.config import McaModelConfig
@@ -54,4 +55,14 @@ def check_model(config: "McaModelConfig", *, adapters: bool) -> None:
     if adapters and config.moe is not None:
         raise ConfigError(
             "training.use_mca: adapters on a model with experts are trained on Megatron-Core alone; use true"
+        )
+
+
+def check_longest(config: "McaModelConfig", longest: int) -> None:
+    """Raise ConfigError for documents of up to `longest` tokens that transformers would not rotate as if alone."""
+    rope = config.rope_scaling
+    if isinstance(rope, LongRope) and longest > rope.original_max_position_embeddings:
+        raise ConfigError(
+            "training.use_mca: transformers rotates all documents of a micro batch as its longest (LongRoPE); use "
+            f"dataset.cutoff_len of at most {rope.original_max_position_embeddings} instead of {longest}, or true"
         )

@@ -44,13 +44,14 @@ from mca_lib.parallel import init_process_group
 from mca_lib.platforms import current_platform
 from mca_lib.trainers.identity import identify_rows
 from mca_lib.trainers.idle import idle_fields
-from mca_lib.trainers.llama_factory import check_model, files, rows
+from mca_lib.trainers.llama_factory import check_longest, check_model, files, rows
 from mca_lib.trainers.llama_factory.record import Record
 from mca_lib.trainers.llama_factory.trainers import PairTrainer, TokenTrainer
 from mca_lib.trainers.optimizer import make_scheduler
 from mca_lib.trainers.peak import flops_counter, peak_flops
 from mca_lib.trainers.preference import PreferenceArguments
 from mca_lib.trainers.progress import Meter, Totals
+from mca_lib.trainers.row_checks import longest_document
 from mca_lib.trainers.schedule import Schedule
 from mca_lib.trainers.stopping import StopRequest
 from mca_lib.trainers.tracking import tracker_callbacks
@@ -94,6 +95,8 @@ def train(
     config = McaModelConfig.from_pretrained(source)
     is_lora = finetuning_args.finetuning_type == "lora"
     check_model(config, adapters=is_lora)
+    for split in filter(None, (train_rows, eval_rows)):
+        check_longest(config, longest_document(split))
     output_dir = Path(training_args.output_dir)
     shape = training_args.batch_shape(dist.get_world_size())
     schedule = training_args.schedule(len(train_rows), shape)

@@ -228,3 +228,14 @@ def test_a_model_that_would_lose_a_part_is_refused(part, named):
     whole = {"mtp_num_layers": 0, "moe": None, "hybrid": None, "vision": None, "linear_attention_layers": ()}
     with pytest.raises(ConfigError, match=named):
         check_model(SimpleNamespace(**whole | part), adapters=True)
+
+
+def test_documents_that_would_rotate_as_a_longer_neighbour_are_refused():
+    from mca_lib.models.registry import config_from_hf
+    from mca_lib.trainers.llama_factory import check_longest
+    from mca_lib.verification.tiny import tiny_config
+
+    check_longest(config_from_hf(tiny_config("phi3")), 40)
+    check_longest(config_from_hf(tiny_config("llama")), 41)
+    with pytest.raises(ConfigError, match="dataset.cutoff_len of at most 40 instead of 41"):
+        check_longest(config_from_hf(tiny_config("phi3")), 41)
