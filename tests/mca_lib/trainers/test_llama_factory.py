@@ -237,5 +237,5 @@ def test_documents_that_would_rotate_as_a_longer_neighbour_are_refused():
 
     check_longest(config_from_hf(tiny_config("phi3")), 40)
     check_longest(config_from_hf(tiny_config("llama")), 41)
-    with pytest.raises(ConfigError, match="dataset.cutoff_len of at most 40 instead of 41"):
+    with pytest.raises(ConfigError, match=r"dataset\.cutoff_len of at most 40 instead of 41"):
         check_longest(config_from_hf(tiny_config("phi3")), 41)
