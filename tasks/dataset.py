@@ -13,7 +13,7 @@ body        the job `dataset` (mca_lib/data/prepare.py)
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -181,8 +181,8 @@ class DatasetStage(Stage):
             raise ValueError("DatasetStage.resolve() comes before identity()")
         section = {name: value for name, value in self.config.identity().items() if name not in LOCATIONS}
         section = {name: value for name, value in section.items() if name not in IMAGE_FIELDS or value is not None}
-        images = {"images": self.digests["images"]} if "images" in self.digests else {}
-        return section | images | {
+        section |= {"images": self.digests["images"]} if "images" in self.digests else {}
+        return section | {
             "objective": self.objective,
             "files": self.digests["train"],
             "eval_files": self.digests["eval"],
@@ -199,7 +199,9 @@ class DatasetStage(Stage):
         sources = resolve_sources(self.config, self.objective)
         if self.config.formatting == "indexed":
             return super().space_needed() + sum(source.index.stat().st_size for source in sources)
-        return super().space_needed() + SPACE_PER_DATA_BYTE * sum(source.path.stat().st_size for source in sources)
+        images = sum(Path(path).stat().st_size for path in dict.fromkeys(_image_paths(sources)))
+        text = SPACE_PER_DATA_BYTE * sum(source.path.stat().st_size for source in sources)
+        return super().space_needed() + text + images
 
     def produce(self, ctx: StageContext) -> Produced:
         spec = self.config.model_dump(mode="json") | {
@@ -249,12 +251,18 @@ def _images(sources: Sequence[Source], store: ArtifactStore) -> str:
         return ""
     known: dict[str, str] = {}
     content = blake3()
-    for row in read_samples(sources):
-        for path in row.images if isinstance(row, Sample) else ():
-            if path not in known:
-                known[path] = store.statcache.digest(Path(path))
-            content.update(known[path].encode("ascii"))
+    for path in _image_paths(sources):
+        if path not in known:
+            known[path] = store.statcache.digest(Path(path))
+        content.update(known[path].encode("ascii"))
     return content.hexdigest()
+
+
+def _image_paths(sources: Sequence[Source]) -> Iterator[str]:
+    """Of all rows, in their order; none where no row can show an image."""
+    if any(source.format.columns.get("images") for source in sources):
+        for row in read_samples(sources):
+            yield from row.images if isinstance(row, Sample) else ()
 
 
 def _describe_losses(stats: Mapping[str, Any]) -> str:

@@ -207,6 +207,26 @@ def test_what_dataset_info_says_about_the_rows_is_in_the_key(identity, data):
     assert with_entry(columns={"prompt": "input", "response": "output"})["entries"] != before["entries"]
 
 
+def test_the_content_of_images_is_in_the_key_and_their_place_is_not(identity, tmp_path):
+    columns = {"prompt": "instruction", "response": "output", "images": "images"}
+    rows = [{"instruction": "<image>?", "output": f"{i}", "images": [f"{i % 2}.png"]} for i in range(4)]
+    keys = []
+    for place, second in (("a", b"1"), ("b", b"1"), ("c", b"2")):
+        folder = tmp_path / place
+        folder.mkdir()
+        (folder / "rows.json").write_text(json.dumps(rows))
+        (folder / "0.png").write_bytes(b"0")
+        (folder / "1.png").write_bytes(second)
+        keys.append(identity(folder / "rows.json", columns=columns))
+    assert keys[0] == keys[1] != keys[2]
+    assert "images" in keys[0]
+
+
+def test_a_data_set_of_text_has_no_field_of_images_in_its_key(identity, data):
+    assert not {"images", "min_pixels", "max_pixels", "media_dir"} & identity(data).keys()
+    assert identity(data, max_pixels=9999)["max_pixels"] == 9999
+
+
 def test_the_versions_of_the_tokenizing_libraries_are_in_the_key(identity, data, monkeypatch):
     before = identity(data)
     assert set(before["libraries"]) == {"transformers", "tokenizers", "llamafactory"}
