@@ -1,4 +1,4 @@
-"""Which quantized checkpoints can be read: FP8 with one scale per block, as DeepSeek-V3 has it, and GPT-OSS's MXFP4.
+"""Which quantized checkpoints can be read: FP8 with one scale per block (DeepSeek-V3, MiniMax M2), and GPT-OSS's MXFP4.
 
 Others are named.
 """
@@ -10,7 +10,7 @@ from mca_lib.errors import ModelError
 # What decides the values of the weights, or brings tensors of its own; an absent key has its first value.
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "quant_method": ("fp8",),
-    "fmt": ("e4m3",),
+    "fmt": ("e4m3", "float8_e4m3fn"),
     "activation_scheme": ("dynamic",),
     "expert_dtype": ("fp8",),
 }

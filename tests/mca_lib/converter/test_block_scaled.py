@@ -12,6 +12,7 @@ from mca_lib.converter.hf_source import HfSource
 from mca_lib.converter.plan import TensorInfo
 from mca_lib.errors import ModelError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.families.quantization import block_size
 from tests.mca_lib.converter import export_ranks
 from tests.mca_lib.converter.fp8 import dequantize, quantize, quantize_directory
 from tests.mca_lib.models import factory_ranks
@@ -107,6 +108,18 @@ def test_tensor_parallel_ranks_load_the_same_bytes_as_from_the_checkpoint(
     for same, count in ranks(2, factory_ranks.same_from_both_formats, {"tensor": 2}, quantized, tmp_path / "mca"):
         assert same
         assert count > 20
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn", None])
+def test_fp8_is_known_by_either_name(fmt: str | None) -> None:
+    """Those of DeepSeek-V3 and of MiniMax-M2, and none."""
+    quantization = {
+        "activation_scheme": "dynamic",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+    }
+    assert block_size({"quantization_config": quantization | ({"fmt": fmt} if fmt else {})}) == (128, 128)
 
 
 @pytest.mark.parametrize(
