@@ -20,14 +20,14 @@ import torch
 import torch.distributed as dist
 
 from mca_lib.adapters.settings import scaling, targets_of
-from mca_lib.converter.plan import entries
-from mca_lib.models.families.base import respelled
 from mca_lib.adapters.targets import WEIGHT, expert_entries, linear_layers, modules, target_names
 from mca_lib.checkpoint.reader import CheckpointReader
 from mca_lib.checkpoint.sealed import naming
 from mca_lib.converter.mappings import Row
+from mca_lib.converter.plan import entries
 from mca_lib.errors import CheckpointError
 from mca_lib.models.config import McaModelConfig, read_json
+from mca_lib.models.families.base import respelled
 
 if TYPE_CHECKING:
     from peft import LoraConfig

@@ -89,15 +89,9 @@ class MegatronArguments(HybridArguments, DistributingParallelArguments):
     freeze: list[str] = field(
         default_factory=list, metadata={"help": "Ends of names of Hugging Face modules that are not trained."}
     )
-    freeze_vision_tower: bool = field(
-        default=True, metadata={"help": "Train no tower of a vision-language model; no effect on others."}
-    )
-    freeze_multi_modal_projector: bool = field(
-        default=True, metadata={"help": "Train no projector of a vision-language model; no effect on others."}
-    )
-    freeze_language_model: bool = field(
-        default=False, metadata={"help": "Train no language model of a vision-language model; no effect on others."}
-    )
+    freeze_vision_tower: bool = field(default=True, metadata={"help": "Of a model that sees images."})
+    freeze_multi_modal_projector: bool = field(default=True, metadata={"help": "Of a model that sees images."})
+    freeze_language_model: bool = field(default=False, metadata={"help": "Of a model that sees images."})
     preflight: bool = field(
         default=False, metadata={"help": "Try one step and one checkpoint, and forget them, before training."}
     )

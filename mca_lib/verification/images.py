@@ -56,9 +56,7 @@ def pixels(config: McaModelConfig, row: int, image: int, grid: Grid) -> "torch.T
 
 def images_of(config: McaModelConfig, sample: Sample, row: int) -> Images:
     """All images of a row with all their pixels."""
-    return Images(
-        sample.grids[row], {i: pixels(config, row, i, grid) for i, grid in enumerate(sample.grids[row])}
-    )
+    return Images(sample.grids[row], {i: pixels(config, row, i, grid) for i, grid in enumerate(sample.grids[row])})
 
 
 def positions_of(config: McaModelConfig, sample: Sample, row: int) -> "np.ndarray":
