@@ -73,10 +73,11 @@ def _facts(inputs: Mapping[str, Artifact]) -> dict[str, str]:
         config = read_json(inputs["base"].path / "config.json", ModelError)
     except ModelError:
         return {}
+    text = config.get("text_config") or config
     sizes = [
-        f"{config[name]:,} {what}"
+        f"{text[name]:,} {what}"
         for name, what in (("num_hidden_layers", "layers"), ("hidden_size", "channels"), ("vocab_size", "tokens"))
-        if isinstance(config.get(name), int)
+        if isinstance(text.get(name), int)
     ]
     return {"model": ", ".join([str(config.get("model_type", "unknown")), *sizes])}
 

@@ -4,8 +4,9 @@ In the manner of Korthikanti et al. 2022 (https://arxiv.org/abs/2205.05198, sect
 operation needs is added up. Their layer keeps s·b·h·(34 + 5·a·s/h) bytes; here the terms are those of this
 architecture: SwiGLU, grouped queries, no dropout, attention that does not keep the s × s scores (FlashAttention, SDPA),
 experts that receive equal shares of the tokens, a Mamba kernel that keeps its input and output (that in plain PyTorch,
-for ranks without a GPU, keeps some 40 KB per token and layer at SmolLM2's sizes on top of the 10 KB counted here). What
-the C library keeps of freed memory is not counted: on CPU up to a fifth on top (`mca_lib.heap`).
+for ranks without a GPU, keeps some 40 KB per token and layer at SmolLM2's sizes on top of the 10 KB counted here). Not
+counted are those of a vision tower, which depend on the images, and what the C library keeps of freed memory: on CPU
+up to a fifth on top (`mca_lib.heap`).
 """
 
 from dataclasses import dataclass

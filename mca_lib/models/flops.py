@@ -19,7 +19,7 @@ W counts `topk` experts of each layer, the output layer also where it is tied, a
 look-up. The backward pass is twice the forward pass: each product has one for either factor's gradient. With adapters
 the frozen matrices have no gradient of their own, and their products count once in the backward pass; so do those of
 weights that `freeze` names. Recomputation is not counted: these are the operations that the model needs, the numerator
-of model FLOPs utilization.
+of model FLOPs utilization. Nor is a vision tower, whose operations depend on the images.
 """
 
 import math
