@@ -23,6 +23,7 @@ from tests.mca_lib.trainers.training import make_store
 
 TOLERANCE = 1e-4
 LORA = {"finetuning_type": "lora", "lora_target": "all"}
+OTHER_FAMILIES = ("qwen2-moe", "qwen3-moe", "gemma3", "minimax-m2", "olmo2", "seed-oss")
 # Name → ranks, model and arguments.
 CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     "pt": (1, "model", {"stage": "pt"}),
@@ -41,8 +42,7 @@ CASES: dict[str, tuple[int, str, dict[str, Any]]] = {
     ),
     "sft, LoRA": (1, "model", LORA),
     "sft, LoRA, two ranks": (2, "model", LORA | {"use_rslora": True}),
-    "sft, Qwen2-MoE": (1, "qwen2-moe", {}),
-    "sft, Qwen3-MoE": (1, "qwen3-moe", {}),
+    **{f"sft, {variant}": (1, variant, {}) for variant in OTHER_FAMILIES},
     "dpo": (1, "model", {"stage": "dpo"}),
     "dpo, two ranks": (2, "model", {"stage": "dpo", "dpo_label_smoothing": 0.2, "pref_ftx": 0.5}),
     "dpo, LoRA": (1, "model", {"stage": "dpo", **LORA}),
@@ -68,9 +68,9 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     pool, worst = RankPool(), 0.0
     pool.run_ranks(1, make_small_model, folder / "model")
-    pool.run_ranks(1, make_sources, folder, ["qwen2-moe", "qwen3-moe"], "float32")
+    pool.run_ranks(1, make_sources, folder, OTHER_FAMILIES, "float32")
     for name in ("tokenizer.json", "tokenizer_config.json"):  # LLaMA-Factory wants one
-        for model in ("qwen2-moe", "qwen3-moe"):
+        for model in OTHER_FAMILIES:
             (folder / model / name).write_bytes((folder / "model" / name).read_bytes())
     for split, rows in (("train", 11), ("eval", 3)):
         make_store(folder / "store", rows, split=split)

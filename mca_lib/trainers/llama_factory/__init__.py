@@ -48,6 +48,11 @@ def check_model(config: "McaModelConfig", *, adapters: bool) -> None:
         raise ConfigError(
             "training.use_mca: the gated delta nets of transformers do not tell the documents of a row apart; use true"
         )
+    if config.attention_sinks:
+        # Its `configure_attn_implementation` (0.9.5) fetches one, and by a name that transformers 5 no longer has.
+        raise ConfigError(
+            "training.use_mca: LLaMA-Factory has attention with sinks by a kernel from a hub alone; use true"
+        )
     if config.mtp_num_layers:
         raise ConfigError(
             "training.use_mca: LLaMA-Factory's trainers drop the multi-token prediction layers of this model; use true"

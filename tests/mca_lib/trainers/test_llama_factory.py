@@ -218,6 +218,7 @@ def test_what_only_megatron_core_does_is_refused(changes, named):
         ({"hybrid": object()}, "hybrid"),
         ({"vision": object()}, "see images"),
         ({"linear_attention_layers": (0,)}, "gated delta nets"),
+        ({"attention_sinks": True}, "sinks"),
     ],
 )
 def test_a_model_that_would_lose_a_part_is_refused(part, named):
@@ -226,6 +227,7 @@ def test_a_model_that_would_lose_a_part_is_refused(part, named):
     from mca_lib.trainers.llama_factory import check_model
 
     whole = {"mtp_num_layers": 0, "moe": None, "hybrid": None, "vision": None, "linear_attention_layers": ()}
+    whole |= {"attention_sinks": False}
     with pytest.raises(ConfigError, match=named):
         check_model(SimpleNamespace(**whole | part), adapters=True)
 
