@@ -52,6 +52,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
         "rms_norm_eps": 1e-5,
     },
+    "MiniMax-M2": {
+        "model_type": "minimax_m2",
+        "vocab_size": 200064,
+        "hidden_size": 3072,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 62,
+        "num_attention_heads": 48,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "rotary_dim": 64,
+        "max_position_embeddings": 196608,
+        "rms_norm_eps": 1e-6,
+        "num_local_experts": 256,
+        "num_experts_per_tok": 8,
+        "scoring_func": "sigmoid",
+        "use_qk_norm": True,
+        "use_routing_bias": True,
+        "shared_intermediate_size": 0,
+        "rope_theta": 5000000,
+    },
 }
 
 LAYOUTS: dict[str, tuple[int, Layout, Training]] = {
@@ -61,5 +81,18 @@ LAYOUTS: dict[str, tuple[int, Layout, Training]] = {
         128,
         Layout(tensor=2, pipeline=4, expert=16, expert_tensor=1, sequence_parallel=True),
         Training(recompute="full"),
+    ),
+    "MiniMax-M2": (
+        256,
+        Layout(
+            tensor=4,
+            pipeline=8,
+            expert=32,
+            expert_tensor=1,
+            sequence_parallel=True,
+            first_stage_layers=7,
+            last_stage_layers=7,
+        ),
+        Training(),
     ),
 }
