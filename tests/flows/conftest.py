@@ -12,6 +12,7 @@ os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
 
 import pytest
 import yaml
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.testing.utilities import prefect_test_harness
 
 from flows.pipeline import pipeline
@@ -25,6 +26,13 @@ def prefect_server() -> Iterator[None]:
     """A Prefect server of the session's own."""
     with prefect_test_harness(server_startup_timeout=120):
         yield
+
+
+@pytest.fixture
+def client(prefect_server: None) -> Iterator[SyncPrefectClient]:
+    """Of the session's server."""
+    with get_client(sync_client=True) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")
