@@ -3,6 +3,7 @@
 import httpx
 from prefect.client.base import ServerType, determine_server_type
 from prefect.client.orchestration import get_client
+from prefect.context import refresh_global_settings_context
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, PREFECT_HOME
 
@@ -16,16 +17,19 @@ def provide_server(starting: temporary_server.Starting | None = None) -> None:
     To be called in the main thread, as `temporary_server.start`.
 
     Args:
-        starting: A temporary one that was started already.
+        starting: A temporary one that was started before Prefect was imported.
 
     Raises:
         ConfigError: the configured server does not answer, or a temporary one cannot run here.
     """
-    if determine_server_type() != ServerType.EPHEMERAL:
-        _require_answer(PREFECT_API_URL.value())
-        return
+    if starting is None:
+        if determine_server_type() != ServerType.EPHEMERAL:
+            _require_answer(PREFECT_API_URL.value())
+            return
+        starting = temporary_server.start(PREFECT_HOME.value())
+        refresh_global_settings_context()
     try:
-        temporary_server.adopt(starting or temporary_server.start(PREFECT_HOME.value()))
+        temporary_server.await_answer(starting)
     except RuntimeError as error:
         raise ConfigError(
             f"Prefect's temporary server did not start ({error}); see PREFECT_HOME={PREFECT_HOME.value()}, or start a "
