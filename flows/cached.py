@@ -15,8 +15,7 @@ from flows.recipe import PipelineConfig
 from flows.reporting import StageReporter
 from flows.result import PipelineResult, describe, read_result
 from tasks import promote as promotion
-from tasks.errors import StoreError
-from tasks.ledger import Run
+from tasks.ledger import Run, begin
 from tasks.promote import Verdict
 from tasks.stage import Outcome, Stage, serve
 from tasks.store import Artifact, ArtifactStore
@@ -67,10 +66,7 @@ def run_cached(config: PipelineConfig, until: StageName | None) -> PipelineResul
         UserError: the model or the data cannot be used.
     """
     store = config.store.open()
-    try:
-        run = Run(store, config.name)
-    except (StoreError, OSError):
-        run = None
+    run = begin(store, config.name)
     result = None
     try:
         result = _find_all(config, store, until, run)

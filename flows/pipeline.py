@@ -66,9 +66,10 @@ def _run(config: PipelineConfig, refresh: Collection[StageName], until: StageNam
     nodes = nodes_until(config, until)
     again = check_refresh(nodes, refresh)
     check_recipe(config)
-    check_pending(config, again, until)
+    store = config.store.open()
+    check_pending(config, again, until, store)
     outcomes: dict[StageName, Outcome] = {}
-    with recorded(config.store.open(), config.name, flow_run.id) as run:
+    with recorded(store, config.name, flow_run.id) as run:
         for wave in waves(nodes):
             jobs = {
                 name: (config, {role: outcomes[role].artifact for role in nodes[name].after}, name in again, run)
@@ -77,7 +78,7 @@ def _run(config: PipelineConfig, refresh: Collection[StageName], until: StageNam
             outcomes |= _side_by_side(jobs) if len(jobs) > 1 else _one(jobs)
             if "download" in wave:
                 check_model(config, outcomes["download"].artifact.path)
-                check_space(config, outcomes["download"].artifact.path, again, until)
+                check_space(config, outcomes["download"].artifact.path, again, until, store)
         verdict = None
         if config.promote.model is not None and until is None:
             artifacts = {name: outcome.artifact for name, outcome in outcomes.items()}
@@ -91,7 +92,7 @@ def _run(config: PipelineConfig, refresh: Collection[StageName], until: StageNam
         return read_result(config, outcomes, verdict)
 
 
-type _Job = tuple[PipelineConfig, Artifacts, bool, Run]
+type _Job = tuple[PipelineConfig, Artifacts, bool, Run | None]
 """Arguments of a task: the recipe, the artifacts it waits for, whether to compute it anew, the run's ledger entry."""
 
 
@@ -108,7 +109,9 @@ def _side_by_side(jobs: Mapping[StageName, _Job]) -> dict[StageName, Outcome]:
     return {name: future.state.result() for name, future in futures.items()}
 
 
-def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh: bool, run: Run) -> State[Outcome]:
+def _ensure(
+    stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh: bool, run: Run | None
+) -> State[Outcome]:
     reporter = StageReporter(stage, get_run_logger())
     store, built = config.store.open(), nodes_of(config)[stage].build(inputs)
     occupy = occupying(config.launcher, reporter) if stage == "train" else at_once
@@ -126,7 +129,7 @@ def _ensure(stage: StageName, config: PipelineConfig, inputs: Artifacts, refresh
 
 
 @task(name="promote", task_run_name="promote", cache_policy=NO_CACHE, persist_result=False)
-def promote(config: PipelineConfig, artifacts: Artifacts, run: Run) -> State[Verdict]:
+def promote(config: PipelineConfig, artifacts: Artifacts, run: Run | None) -> State[Verdict]:
     """Give the model its name, if the gate lets it."""
     reporter, store = StageReporter("promote", get_run_logger()), config.store.open()
 
@@ -154,7 +157,7 @@ def promote(config: PipelineConfig, artifacts: Artifacts, run: Run) -> State[Ver
 
 
 def _stage_task(name: StageName, description: str) -> Task:
-    def run_stage(config: PipelineConfig, inputs: Artifacts, refresh: bool, run: Run) -> State[Outcome]:
+    def run_stage(config: PipelineConfig, inputs: Artifacts, refresh: bool, run: Run | None) -> State[Outcome]:
         return _ensure(name, config, inputs, refresh, run)
 
     run_stage.__name__ = run_stage.__qualname__ = name  # by which Prefect tells tasks apart

@@ -59,12 +59,17 @@ def check_recipe(config: PipelineConfig) -> None:
         check_model(config, local)
 
 
-def check_pending(config: PipelineConfig, again: Collection[str] = (), until: StageName | None = None) -> None:
+def check_pending(
+    config: PipelineConfig,
+    again: Collection[str] = (),
+    until: StageName | None = None,
+    store: ArtifactStore | None = None,
+) -> None:
     """Raise a UserError for too many unusable rows, a launcher or a tracker that is not here, or a store without write
     access. Of what the store has already nothing is asked, but of the stages in `again`, and nothing of what is not
-    needed `until` that stage.
+    needed `until` that stage. `store` is that of the recipe, where it is open.
     """
-    store = config.store.open()
+    store = store or config.store.open()
     pending = _pending(config, store, again, until)
     if pending:
         store.require_writable()
@@ -103,10 +108,9 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
 
 
 def check_space(
-    config: PipelineConfig, model_dir: Path, again: Collection[str] = (), until: StageName | None = None
+    config: PipelineConfig, model_dir: Path, again: Collection[str], until: StageName | None, store: ArtifactStore
 ) -> None:
     """Raise a StoreError when the store's disk has no room for what is still to be computed. An estimate."""
-    store = config.store.open()
     weights = converted_bytes(model_dir, starting_model(config_from_hf(_read_config(model_dir)), config.checkpoint))
     pending = _pending(config, store, again, until)
     needed = sum(weights * factor for stage, factor in _WEIGHTS_WRITTEN.items() if stage in pending)

@@ -138,13 +138,21 @@ class Run:
             os.replace(temporary, self._path)
 
 
+def begin(store: ArtifactStore, name: str, attempt_of: str | None = None) -> Run | None:
+    """The entry of a new run; None where the store cannot be written: what it has is served all the same."""
+    try:
+        return Run(store, name, attempt_of)
+    except (StoreError, OSError):
+        return None
+
+
 @contextmanager
-def recorded(store: ArtifactStore, name: str, attempt_of: str | None = None) -> Iterator[Run]:
+def recorded(store: ArtifactStore, name: str, attempt_of: str | None = None) -> Iterator[Run | None]:
     """The entry of a run that is the block, and ends with it: completed, failed, or cancelled by a signal.
 
-    A ledger that cannot be written at the end changes nothing of that: the entry's process is dead soon.
+    None as of `begin`. A ledger that cannot be written at the end changes nothing: the entry's process is dead soon.
     """
-    run = Run(store, name, attempt_of)
+    run = begin(store, name, attempt_of)
     state: State = "cancelled"
     try:
         yield run
@@ -153,8 +161,9 @@ def recorded(store: ArtifactStore, name: str, attempt_of: str | None = None) -> 
         state = "failed"
         raise
     finally:
-        with suppress(StoreError, OSError):
-            run.finish(state)
+        if run is not None:
+            with suppress(StoreError, OSError):
+                run.finish(state)
 
 
 def users(store: ArtifactStore) -> dict[Key, list[Entry]]:

@@ -45,6 +45,7 @@ class RemoteStore:
             raise StoreError(f"store.remote: {problem}")
         self.url = url.rstrip("/")
         self._opened: tuple[AbstractFileSystem, str] | None = None
+        self._has: dict[tuple[str, str], bool] = {}
 
     def require_package(self) -> None:
         """Raise StoreError where no installed package knows such URLs."""
@@ -57,11 +58,16 @@ class RemoteStore:
             raise StoreError(f"store.remote: {scheme}:// cannot be used here: {_line(error)}") from None
 
     def has(self, stage: str, key: str) -> bool:
-        """Whether an artifact is there, as far as can be asked: False for a store that does not answer."""
-        try:
-            return self._pointer(stage, key) is not None
-        except Exception:  # of any of many packages, as in `fetch`
-            return False
+        """Whether an artifact is there, as far as can be asked: False for a store that does not answer.
+
+        Asked once: a plan is made more than once in a run. `fetch` looks again.
+        """
+        if (stage, key) not in self._has:
+            try:
+                self._has[stage, key] = self._pointer(stage, key) is not None
+            except Exception:  # of any of many packages, as in `fetch`
+                self._has[stage, key] = False
+        return self._has[stage, key]
 
     def record(self, stage: str, key: str) -> ArtifactRecord | None:
         """The record of an artifact that is there, else None. Raises whatever the file system raises."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from flows import cached
 from flows.cached import may_have_server, run_cached
 from flows.graph import nodes_of
 from flows.recipe import PipelineConfig
+from tasks import ledger
 from tasks.aliases import Aliases
 from tasks.errors import StoreError
 from tasks.ledger import entries
@@ -60,7 +60,7 @@ def test_a_store_that_cannot_be_written_serves(run: Run, monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise StoreError("read-only")
 
-    monkeypatch.setattr(cached, "Run", refuse)
+    monkeypatch.setattr(ledger, "Run", refuse)
     found = run_cached(run.config, None)
     assert found is not None
     assert {name: outcome.artifact.key for name, outcome in found.outcomes.items()} == {

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks import ledger
 from tasks.errors import Cancelled
 from tasks.ledger import entries, recorded, users
 from tasks.stage import ensure
@@ -25,3 +26,18 @@ def test_a_run_that_ends_is_not_running(tmp_path: Path, error: type[BaseExceptio
     ((entry, is_alive),) = entries(store)
     assert (entry.name, entry.state, is_alive, entry.ended is not None) == ("demo", state, False, True)
     assert users(store) == {("letter", artifact.key): [entry]}
+
+
+def test_a_store_that_cannot_be_written_serves_a_run_without_an_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ArtifactStore(tmp_path / "store")
+    made = ensure(store, Letter("a")).artifact
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(ledger.os, "replace", refuse)
+    with recorded(store, "demo") as run:
+        assert run is None
+        assert ensure(store, Letter("a"), run=run).artifact.key == made.key

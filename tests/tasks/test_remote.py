@@ -8,7 +8,7 @@ import pytest
 
 from tasks.errors import StoreError
 from tasks.record import RECORD_NAME
-from tasks.stage import Outcome, ensure
+from tasks.stage import Outcome, ensure, probe
 from tasks.store import ArtifactStore
 from tests.tasks.toys import Copy, Letter, start, whole
 
@@ -72,6 +72,21 @@ def test_what_one_machine_computed_the_other_fetches(url: str, tmp_path: Path, n
     assert [o.artifact.record for o in first] == [o.artifact.record for o in second]
     assert whole(ArtifactStore(tmp_path / "b"))
     assert notes.warnings == []
+
+
+def test_a_plan_asks_once_for_what_is_there(tmp_path: Path, notes: Notes, monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"file://{tmp_path}/shared"
+    make(tmp_path / "a", url, notes)
+    store = ArtifactStore(tmp_path / "b", remote=url)
+    asked: list[str] = []
+    pointer = store.remote._pointer
+    monkeypatch.setattr(store.remote, "_pointer", lambda stage, key: asked.append(stage) or pointer(stage, key))
+    for text in ("hello", "hello", "bye", "bye"):
+        assert probe(store, Letter(text)).remote == (text == "hello")
+    assert asked == ["letter", "letter"]
+    # Another machine may have finished since.
+    make(tmp_path / "a", url, notes, "bye")
+    assert ensure(store, Letter("bye"), reporter=notes).cached
 
 
 def test_a_damaged_payload_there_is_computed_and_replaced(url: str, tmp_path: Path, notes: Notes) -> None:
