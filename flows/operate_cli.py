@@ -118,7 +118,7 @@ def drain(
         str | None, typer.Option(help="Cancel what still runs after so long, say 10m; without it, wait.")
     ] = None,
 ) -> None:
-    """Pause a work pool and wait until nothing of it runs, before its workers are stopped."""
+    """Pause a whole work pool, with all its workers, and wait until nothing of it runs, before workers are stopped."""
     from flows.drain import drain_pool
     from flows.store_commands import seconds_of
 
