@@ -1,6 +1,6 @@
 """Two runs that promote one model, with a gate, while somebody rolls back and garbage is collected all the time.
 
-    python -m tests.acceptance.gate_race --folder /tmp/race [--rounds 3]
+    python -m tests.acceptance.gate_race --folder /tmp/race [--rounds 3] [--case remote]
 
 Two `mcaflow run` with different seeds on one store are started at once, again and again; the gate asks for a lower
 held-out loss than production's, so the later one is compared with what the earlier one has promoted. Meanwhile a loop
@@ -34,13 +34,15 @@ GATED = {"promote.model": MODEL, "promote.gate": ["heldout_loss < production - 0
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, default=3)
+    scenarios = {"local": _local, "remote": _remote}
+    arguments.add_argument("--case", action="append", choices=scenarios)
     given = arguments.parse_args()
     place = Workplace.make(given.folder)
     rows: list[tuple[object, ...]] = []
     wrong = 0
-    for name, scenario in {"local": _local, "remote": _remote}.items():
+    for name in given.case or scenarios:
         try:
-            rows.append((name, scenario(place, given.rounds, given.seed)))
+            rows.append((name, scenarios[name](place, given.rounds, given.seed)))
         except Complaint as complaint:
             rows.append((name, f"WRONG: {complaint}"))
             wrong += 1

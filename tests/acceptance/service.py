@@ -127,17 +127,22 @@ class Service:
 
     def stop(self) -> None:
         """End everything; a process that stays is a complaint."""
+        # Workers first: one whose server is gone asks for it for half an hour.
         for process in [*self._others, self.up]:
             if process is not None and process.poll() is None:
                 process.send_signal(signal.SIGTERM)
-        for process in [*self._others, self.up]:
-            if process is not None:
-                process.wait(180)
-        try:
-            await_true(lambda: not self.processes(), 60, "processes of the service are left")
-        finally:
-            for process in self.processes():
-                process.kill()
+                try:
+                    process.wait(60)
+                except subprocess.TimeoutExpired:  # a worker waits for its runs
+                    process.kill()
+                    process.wait()
+        deadline = time.monotonic() + 60
+        while left := {process: _command(process) for process in self.processes()}:
+            if time.monotonic() > deadline:
+                for process in left:
+                    process.kill()
+                raise Complaint(f"processes of the service are left: {'; '.join(left.values())}")
+            time.sleep(0.25)
 
     @contextmanager
     def running(self, *flags: str) -> Iterator["Service"]:
@@ -218,7 +223,9 @@ class ServiceRun:
     def await_nothing_left(self, seconds: float = 60) -> float:
         """Seconds until no process of the run is left."""
         began = time.monotonic()
-        await_true(lambda: not self.family(), seconds, f"processes live on: {self.family()}", poll=0.05)
+        while left := self.family():
+            check(time.monotonic() - began < seconds, f"processes live on: {'; '.join(map(_command, left))}")
+            time.sleep(0.05)
         return time.monotonic() - began
 
     def retry(self) -> None:
@@ -261,6 +268,14 @@ def await_true(condition: Callable[[], bool], seconds: float, complaint: str, po
             pass
         check(time.monotonic() < deadline, f"{complaint} (after {seconds:.0f} s)")
         time.sleep(poll)
+
+
+def _command(process: psutil.Process) -> str:
+    """A process, its parent and what it runs, as far as they can still be seen."""
+    try:
+        return f"{process.pid} below {process.ppid()}, {process.status()}: {' '.join(process.cmdline())[:150]}"
+    except psutil.Error:
+        return f"{process.pid}, gone meanwhile"
 
 
 def _free_port() -> int:
