@@ -10,6 +10,7 @@ from mca_lib.converter.mappings import Column, Replicated, Row
 from mca_lib.models.families.base import TIED_HEAD, Copy, Family, Field, HfConfig, Neutral
 from mca_lib.models.families.dense import DENSE_FIELDS, EMBEDDINGS, MLP, key_value_heads, replaced
 from mca_lib.models.families.moe import EXPERT_WEIGHTS, MOE_FIELDS, MOE_NEUTRAL, shared_expert_weights
+from mca_lib.models.families.rows import publishers_code
 
 _MCA, _HF = "decoder.layers.{layer}.", "model.layers.{layer}."
 _MTP = "mtp.layers.{mtp}."
@@ -106,8 +107,7 @@ FAMILY = Family(
     ),
     neutral=(
         *(rule for rule in MOE_NEUTRAL if rule.hf != "auto_map"),
-        # The publisher's code, of which transformers has its own version.
-        Neutral("auto_map", (), unless=lambda hf: all("_deepseek." in str(name) for name in hf["auto_map"].values())),
+        publishers_code("_deepseek."),
         Neutral("attention_bias", (False,)),
         Neutral("rope_interleave", (True,), null_is_absent=False),
         Neutral("norm_topk_prob", (True,), null_is_absent=False),

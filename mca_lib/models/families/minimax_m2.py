@@ -6,6 +6,7 @@ from mca_lib.models.families.dense import ATTENTION, DENSE_FIELDS, EMBEDDINGS, h
 from mca_lib.models.families.mixtral import EXPERTS
 from mca_lib.models.families.moe import MOE_FIELDS, MOE_NEUTRAL
 from mca_lib.models.families.olmo2 import HEADS_NORM
+from mca_lib.models.families.rows import publishers_code
 
 _OWN = ("partial_rotary_factor", "auto_map")
 
@@ -39,8 +40,7 @@ FAMILY = Family(
     ),
     neutral=(
         *(rule for rule in MOE_NEUTRAL if rule.hf not in _OWN),
-        # The publisher's code, of which transformers has its own version.
-        Neutral("auto_map", (), unless=lambda hf: all("_minimax_m2." in str(n) for n in hf["auto_map"].values())),
+        publishers_code("_minimax_m2."),
         # Fields of the publisher's code.
         Neutral("scoring_func", ("sigmoid",)),
         Neutral("use_qk_norm", (True,)),

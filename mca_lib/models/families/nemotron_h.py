@@ -10,6 +10,7 @@ from mca_lib.converter.mappings import QKV, Column, Replicated, Row, Vocabulary
 from mca_lib.errors import ModelError
 from mca_lib.models.families.base import Family, Field, HfConfig, Neutral
 from mca_lib.models.families.layers import LayerNames
+from mca_lib.models.families.rows import publishers_code
 from mca_lib.models.families.window import FULL, Window, WindowRule
 from mca_lib.models.hybrid.pattern import ATTENTION, MAMBA, MLP, MOE
 from mca_lib.models.hybrid.weights import mamba_weights
@@ -144,8 +145,7 @@ FAMILY = Family(
         Neutral("is_encoder_decoder", (False,)),
         Neutral("add_cross_attention", (False,)),
         Neutral("is_causal", (True,), null_is_absent=False),
-        # The publisher's code, of which transformers has its own version.
-        Neutral("auto_map", (), unless=lambda hf: all("_nemotron_h." in str(name) for name in hf["auto_map"].values())),
+        publishers_code("_nemotron_h."),
     ),
     fixed={"activation": "relu2", "rotary": False, "moe.score_function": "sigmoid", "moe.expert_bias": True},
     window=NoneAtAll(),

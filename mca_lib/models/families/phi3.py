@@ -10,6 +10,7 @@ from mca_lib.converter.mappings import QKV, GatedMLP
 from mca_lib.models.families.base import Family, Field, Neutral
 from mca_lib.models.families.dense import DENSE_FIELDS, DENSE_NEUTRAL, DENSE_WEIGHTS, head_size, replaced
 from mca_lib.models.families.rope import RopeNames
+from mca_lib.models.families.rows import publishers_code
 from mca_lib.models.families.window import OneWindow
 
 _HF = "model.layers.{layer}."
@@ -35,8 +36,7 @@ FAMILY = Family(
     weights=tuple(_as_stored(row) for row in DENSE_WEIGHTS),
     neutral=(
         *(rule for rule in DENSE_NEUTRAL if rule.hf not in _OWN),
-        # The publisher's code, of which transformers has its own version.
-        Neutral("auto_map", (), unless=lambda hf: all("_phi3." in str(name) for name in hf["auto_map"].values())),
+        publishers_code("_phi3."),
         Neutral("attention_bias", (False,)),
         Neutral("lm_head_bias", (False,)),
     ),

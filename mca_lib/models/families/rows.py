@@ -74,6 +74,20 @@ class Neutral:
         )
 
 
+def publishers_code(module: str) -> Neutral:
+    """Accepts an `auto_map` that names the publisher's code of the model, of which transformers has its own version.
+
+    Args:
+        module: part of the names of its classes.
+    """
+
+    def is_its(hf: HfConfig) -> bool:
+        # What names a tokenizer, as Phi-4-mini does that of another repository, is not about the model.
+        return all(module in str(name) for auto, name in hf["auto_map"].items() if auto != "AutoTokenizer")
+
+    return Neutral("auto_map", (), unless=is_its)
+
+
 @dataclass(frozen=True)
 class Copy:
     """A tensor that a source may store a second time. An export writes it where the source had it."""

@@ -49,6 +49,7 @@ MINI_128K = {
 """Public hyper-parameters, with factors of our own."""
 MINI_4 = {
     **MINI_128K,
+    "auto_map": {**MINI_128K["auto_map"], "AutoTokenizer": "Xenova/gpt-4o"},
     "num_attention_heads": 24,
     "num_key_value_heads": 8,
     "partial_rotary_factor": 0.75,
