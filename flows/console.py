@@ -105,8 +105,10 @@ class RunConsole:
 
 
 def fraction(done: float, total: float | None) -> str:
-    """``12/80``, or ``12`` where the total is unknown."""
-    return f"{done:,.0f}" if total is None else f"{done:,.0f}/{total:,.0f}"
+    """``12/80``, or ``12`` where the total is unknown; ``started`` before anything is counted."""
+    if total is None:
+        return f"{done:,.0f}" if done else "started"
+    return f"{done:,.0f}/{total:,.0f}"
 
 
 def describe_metrics(metrics: dict[str, object]) -> str:

@@ -31,7 +31,7 @@ RUN_ID = "PREFECT__FLOW_RUN_ID"
 """Set by workers for the process of a run, and inherited by all that it starts."""
 
 _LINES = 20
-_WIDTH = 100
+_WIDTH = 72
 _WORKER = "prefect.flow_runs.worker"
 _OF_PREFECT = re.compile(r"^(Task|Flow) run encountered an exception:? ")
 _STOPPED = [StateType.FAILED, StateType.CRASHED, StateType.CANCELLED]

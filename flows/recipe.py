@@ -52,7 +52,7 @@ class PipelineConfig(Section):
     """A whole run: from a Hugging Face model and a data set to a fine-tuned, evaluated Hugging Face model."""
 
     name: Execution[str] = Field(default="mcaflow", min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][\w.-]*$")
-    """Name of the run in the Prefect UI; part of no key."""
+    """Name of the run in the Prefect UI, where it replaces the form's Run Name; part of no key."""
     model: ModelConfig
     dataset: DatasetConfig
     checkpoint: CheckpointConfig = CheckpointConfig()

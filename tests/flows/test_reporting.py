@@ -23,3 +23,10 @@ def test_the_log_of_a_run_has_few_lines_of_a_long_training(
     steps = [record.message.partition("/")[0] for record in caplog.records]
     assert steps == ["240", "450", "690", "930", "1,000"]
     assert caplog.records[1].message == "450/1,000  loss 1.5  eval loss 2.5"
+
+
+def test_a_stage_that_has_only_begun_says_so_to_prefect(monkeypatch: pytest.MonkeyPatch):
+    told = []
+    monkeypatch.setattr(StageReporter, "_update_artifact", lambda self, percent, text: told.append((percent, text)))
+    StageReporter("download", logging.getLogger("test.reporting")).progress(0, None)
+    assert told == [(0.0, "started")]
