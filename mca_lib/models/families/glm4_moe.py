@@ -43,6 +43,9 @@ FAMILY = Family(
     neutral=(
         *(rule for rule in MOE_NEUTRAL if rule.hf != "partial_rotary_factor"),
         Neutral("norm_topk_prob", (True,), null_is_absent=False),
+        # DeepSeek's words for what the model always does.
+        Neutral("scoring_func", ("sigmoid",)),
+        Neutral("topk_method", ("noaux_tc",)),
     ),
     fixed={"moe.score_function": "sigmoid", "moe.expert_bias": True},
     derived={

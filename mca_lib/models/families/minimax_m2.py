@@ -45,6 +45,9 @@ FAMILY = Family(
         Neutral("scoring_func", ("sigmoid",)),
         Neutral("use_qk_norm", (True,)),
         Neutral("use_routing_bias", (True,)),
+        Neutral("qk_norm_type", ("per_layer",)),
+        # 1 is softmax attention; the publisher's earlier models have others too.
+        Neutral("attn_type_list", (), unless=lambda hf: hf["attn_type_list"] == [1] * hf.get("num_hidden_layers", 0)),
         Neutral("shared_intermediate_size", (0,)),
     ),
     fixed={"qk_norm_over_heads": True, "moe.score_function": "sigmoid", "moe.expert_bias": True},

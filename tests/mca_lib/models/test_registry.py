@@ -75,6 +75,8 @@ REFUSED = {
     "use_qk_norm": False,
     "use_routing_bias": False,
     "shared_intermediate_size": 8,
+    "qk_norm_type": "per_head",
+    "attn_type_list": [1, 0],
     "is_causal": False,
     "tie_word_embeddings": True,
     "mlp_hidden_act": "silu",
