@@ -97,9 +97,8 @@ CASES: dict[str, Case] = {
     "SIGKILL worker": Case(kill_worker, "Crashed", SILENT),
     "SIGKILL worker and flow": Case(kill_worker_and_flow, "Crashed", SILENT),
     "SIGKILL bare worker": Case(kill_worker, "Crashed", SILENT, bare=True),
-    # Told to end, a worker takes no new runs and waits for those that it has (Prefect 3.9).
-    "SIGTERM bare worker": Case(terminate_worker, "Completed", 240, resumes=False, bare=True),
-    "SIGINT bare worker": Case(interrupt_worker, "Completed", 240, resumes=False, bare=True),
+    "SIGTERM bare worker": Case(terminate_worker, "Crashed", SILENT, bare=True),
+    "SIGINT bare worker": Case(interrupt_worker, "Crashed", SILENT, bare=True),
 }
 RESTART = "SIGKILL server, limits held"
 SECOND = "second server"

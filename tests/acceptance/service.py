@@ -159,6 +159,8 @@ class Service:
         self.stop()
 
     def _spawn(self, command: list[str]) -> subprocess.Popen:
+        # A shell's background jobs ignore SIGINT, and so would a worker: it makes of SIGTERM a SIGINT to itself.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         with open(self.log, "ab") as log:
             return subprocess.Popen(
                 command, env=self.env, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
