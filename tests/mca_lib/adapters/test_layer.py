@@ -26,12 +26,16 @@ def check_norm_inside() -> None:
     from mca_lib.adapters.lora import _normalized
     from mca_lib.models.norm import RMSNorm
 
-    norm = RMSNorm(SimpleNamespace(params_dtype=torch.float32, sequence_parallel=False), 16, 1e-5)
-    with torch.no_grad():
-        norm.weight.uniform_(0.5, 1.5)
     x = torch.randn(3, 2, 16)
-    fused = SimpleNamespace(layer_norm_weight=norm.weight, eps=1e-5)
-    torch.testing.assert_close(_normalized(fused, x), norm(x))
+    for centered in (False, True):
+        config = SimpleNamespace(
+            params_dtype=torch.float32, sequence_parallel=False, layernorm_zero_centered_gamma=centered
+        )
+        norm = RMSNorm(config, 16, 1e-5)
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 1.5)
+        fused = SimpleNamespace(layer_norm_weight=norm.weight, eps=1e-5, zero_centered_gamma=centered)
+        torch.testing.assert_close(_normalized(fused, x), norm(x))
     assert _normalized(SimpleNamespace(), x) is x
 
 

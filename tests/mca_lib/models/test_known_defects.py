@@ -23,6 +23,8 @@ WITHOUT_EFFECT = {
 }
 """Fields of transformers' config classes that change no logit."""
 OF_ONE_FAMILY = {
+    # A dropout that the model's code does not have; a length that only a scaled rope has, which `BASES` has not.
+    "phi3": {"embd_pdrop", "original_max_position_embeddings"},
     "nemotron_h": {
         # Initialization.
         *("rescale_prenorm_residual", "time_step_max", "time_step_floor"),
@@ -32,7 +34,7 @@ OF_ONE_FAMILY = {
         *("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "num_logits_to_keep"),
         # The model's code reads none of them.
         *("expand", "n_shared_experts", "mtp_layers_block_type"),
-    }
+    },
 }
 
 
