@@ -144,9 +144,7 @@ def _tokens(folder: Path, recipe: Path) -> int:
     with one_machine(folder / "service", gpus=1, env=tokens) as service:
         service.mcaflow("deploy", str(recipe))
         with chromium(service.url) as browser:
-            run = scenarios.fails_then_is_retried(
-                service, browser, "tiny", {"export": "Completed", "evaluate": "Completed"}
-            )
+            run = scenarios.fails_then_is_retried(service, browser, "tiny")
             pages = [f"/v2/runs/flow-run/{run.run_id}?tab={tab}" for tab in _TABS]
             pages += [
                 f"/v2/{name}"

@@ -38,7 +38,7 @@ def play(service: Service, recipe: Path, title: str) -> int:
     """Deploy, log in, play; prints a table and returns how many scenarios went wrong. Pictures go to the folder."""
     rows: list[tuple[object, ...]] = []
     service.mcaflow("deploy", str(recipe))
-    with chromium(service.url, pictures=service.folder / "pictures") as browser:
+    with chromium(service.url, service.folder / "pictures", CREDENTIALS) as browser:
         steps = [("the form for the password", lambda: scenarios.logs_in(browser, CREDENTIALS))]
         for name, scenario in [*steps, *scenarios.all_of(service, browser, _NAME)]:
             began = time.monotonic()

@@ -1,9 +1,11 @@
 """What people do in the UI with a deployed recipe, step by step, each step checked by what the page shows.
 
 All take a server whose limit `mcaflow-gpu` has one slot, and a deployment of two ranks. `train` therefore fails, with a
-reason that a person mends either outside of the recipe (another slot) or in it (one rank).
+reason that a person mends either outside of the recipe (another slot) or in it (one rank). Too high a learning
+rate, with weight decay, makes it fail in the rank itself.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 
 import psutil
@@ -13,22 +15,17 @@ from tests.ui.browser import Browser, RunPage
 from tests.ui.service import Service, processes_of
 
 BEFORE_TRAIN = ("download", "dataset", "convert")
-STAGES = (*BEFORE_TRAIN, "train", "export", "evaluate")
+COMPUTED = dict.fromkeys(("train", "export", "evaluate"), "Completed")
 REASON = "train: launcher.nproc_per_node: 2 ranks, but the server's limit mcaflow-gpu has 1 slots"
+DIVERGED = re.compile(r"training diverged:\s(loss|grad_norm)\sis\s\S+\sat\sstep\s\d+;\slower")
 LIMIT = "mcaflow-gpu"
 _REMEDY = f"prefect gcl update {LIMIT} --limit 2"
 
 
-def fails_then_is_retried(service: Service, browser: Browser, name: str, after: Mapping[str, str]) -> RunPage:
-    """Started with the form; `train` fails; the cause is mended; Retry computes what is missing.
-
-    Args:
-        after: Final states of the stages behind `train`.
-    """
+def fails_then_is_retried(service: Service, browser: Browser, name: str) -> RunPage:
+    """Started with the form; `train` fails; the cause is mended; Retry computes what is missing."""
     form = browser.deployment(name).custom_run()
     form.fill("Max Steps", "5")
-    if not after:
-        form.choose("until", "str", "train")
     browser.picture("form", whole=True)
     run = form.submit()
     run.expect_end("Failed")
@@ -43,7 +40,7 @@ def fails_then_is_retried(service: Service, browser: Browser, name: str, after: 
     service.prefect("gcl", "update", LIMIT, "--limit", "2")
     run.retry()
     run.expect_end("Completed")
-    run.expect_tasks(dict.fromkeys(BEFORE_TRAIN, "Cached") | {"train": "Completed"} | dict(after))
+    run.expect_tasks(dict.fromkeys(BEFORE_TRAIN, "Cached") | COMPUTED)
     browser.picture("retried-tasks")
     return run
 
@@ -90,6 +87,32 @@ def copied_with_one_rank(service: Service, browser: Browser, failed: RunPage) ->
     return run
 
 
+def diverges_and_is_copied(browser: Browser, name: str) -> RunPage:
+    """A rank ends the training, and says why; with another learning rate a copy of the run completes."""
+    form = browser.deployment(name).custom_run()
+    form.fill("Nproc Per Node", "1")
+    # Each step multiplies the weights by 1 - 1 · 10, until they are none.
+    for title, value in {"Learning Rate": "1", "Weight Decay": "10", "Max Steps": "100"}.items():
+        form.fill(title, value)
+    form.choose("until", "str", "train")
+    run = form.submit()
+    run.expect_end("Failed")
+    run.expect_tasks(dict.fromkeys(BEFORE_TRAIN, "Cached") | {"train": "Failed"})
+    run.expect_log(DIVERGED)
+    page = run.open_artifact("Why this run ended")
+    expect(page.get_by_role("heading", name=": Failed")).to_be_visible()
+    expect(page.get_by_text(DIVERGED).first).to_be_visible()
+    browser.picture("diverged")
+    run.back()
+    form = run.copy()
+    for title, value in {"Learning Rate": "0.002", "Weight Decay": "0", "Max Steps": "4"}.items():
+        form.fill(title, value)
+    run = form.submit()
+    run.expect_end("Completed")
+    run.expect_tasks(dict.fromkeys(BEFORE_TRAIN, "Cached") | {"train": "Completed"})
+    return run
+
+
 def cancelled(browser: Browser, name: str) -> RunPage:
     """Cancelled in the middle of training: no process of the run is left."""
     form = browser.deployment(name).custom_run()
@@ -124,18 +147,18 @@ def logs_in(browser: Browser, credentials: str) -> None:
 def all_of(service: Service, browser: Browser, name: str) -> Iterator[tuple[str, Callable[[], object]]]:
     """The scenarios in their order: title, and what to call."""
     failed: list[RunPage] = []
-    computed = dict.fromkeys(("train", "export", "evaluate"), "Completed")
 
     def first() -> None:
         service.prefect("gcl", "update", LIMIT, "--limit", "2")
-        form_to_completed(browser, name, dict.fromkeys(BEFORE_TRAIN, "Completed") | computed)
+        form_to_completed(browser, name, dict.fromkeys(BEFORE_TRAIN, "Completed") | COMPUTED)
         service.prefect("gcl", "update", LIMIT, "--limit", "1")
 
     def fails() -> None:
-        failed.append(fails_then_is_retried(service, browser, name, {"export": "Completed", "evaluate": "Completed"}))
-        check_report(browser, failed[0], dict.fromkeys(BEFORE_TRAIN, "Cached") | computed)
+        failed.append(fails_then_is_retried(service, browser, name))
+        check_report(browser, failed[0], dict.fromkeys(BEFORE_TRAIN, "Cached") | COMPUTED)
 
     yield "the form, a parameter changed: Completed", first
     yield "train fails, is mended, Retry: 3 Cached, 3 computed", fails
     yield "Copy to new run, one rank, refresh train", lambda: copied_with_one_rank(service, browser, failed[0])
+    yield "train diverges in its rank, Copy to new run, mended", lambda: diverges_and_is_copied(browser, name)
     yield "Cancel while it trains: Cancelled, no process left", lambda: cancelled(browser, name)
