@@ -33,7 +33,8 @@ class DPOTrainer(McaTrainer):
 
     Args:
         model: this rank's chunks with the weights to start from, which are the reference's too. Dropout is turned off:
-            the reference is asked without, and both must agree at the first step.
+            the reference is asked without, and both must agree at the first step. Multi-token prediction layers, which
+            have a loss per token and none per pair, stay as they are.
         args: training arguments; the process groups of their layout exist.
         train_dataset: rows of pairs to learn from.
         eval_dataset: held-out rows of pairs.
@@ -58,6 +59,7 @@ class DPOTrainer(McaTrainer):
         for chunk in model:
             _refuse_token_losses(chunk)
             _turn_off_dropout(chunk)
+            _freeze_prediction_layers(chunk)
         super().__init__(model, args, train_dataset, eval_dataset, callbacks)
 
     def evaluate(self) -> StepMetrics:
@@ -113,8 +115,13 @@ def _refuse_token_losses(chunk: torch.nn.Module) -> None:
     config = chunk.config
     if config.num_moe_experts and (config.moe_aux_loss_coeff or config.moe_z_loss_coeff):
         raise ConfigError("stage='dpo' with losses of routers: set moe_aux_loss_coeff and moe_z_loss_coeff to 0")
-    if config.mtp_num_layers:
-        raise ConfigError("stage='dpo' with multi-token prediction layers is not supported")
+
+
+def _freeze_prediction_layers(chunk: torch.nn.Module) -> None:
+    """Without a gradient they would still decay."""
+    layers = getattr(chunk, "mtp", None)
+    if layers is not None:
+        layers.requires_grad_(False)
 
 
 def _turn_off_dropout(chunk: torch.nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mca_lib.data.token_store import TokenStoreWriter
-from tests.mca_lib.trainers.training import HYPERPARAMETERS
+from tests.mca_lib.trainers.training import HYPERPARAMETERS, decay_groups
 
 MEASURES = (
     "loss",
@@ -85,13 +85,7 @@ def plain_training(model: str, store: str, steps: int, preference: dict[str, Any
     policy, reference = (
         auto_class(model).from_pretrained(model, dtype=torch.float32, attn_implementation="eager") for _ in range(2)
     )
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in policy.parameters() if p.ndim > 1], "weight_decay": settings["weight_decay"]},
-            {"params": [p for p in policy.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-        ],
-        lr=settings["learning_rate"],
-    )
+    optimizer = torch.optim.AdamW(decay_groups(policy), lr=settings["learning_rate"])
     scheduler = get_scheduler(settings["lr_scheduler_type"], optimizer, settings["warmup_steps"], steps)
     history = []
     for step in range(steps):

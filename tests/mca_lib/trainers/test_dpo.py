@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import TrainerCallback
 
+from tests.mca_lib.checkpoint.expert_ranks import make_sources
 from tests.mca_lib.trainers.preference_training import (
     MEASURES,
     history,
@@ -16,7 +17,7 @@ from tests.mca_lib.trainers.preference_training import (
     plain_training,
     train,
 )
-from tests.mca_lib.trainers.training import make_model, make_store
+from tests.mca_lib.trainers.training import in_buckets, make_model, make_store, weights
 from tests.ranks import RankError
 
 STEPS = 10
@@ -156,7 +157,7 @@ def refusal(config: dict) -> str | None:
     from mca_lib.errors import ConfigError
     from mca_lib.trainers.dpo_trainer import _refuse_token_losses
 
-    fields = dict.fromkeys(("num_moe_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff", "mtp_num_layers")) | config
+    fields = dict.fromkeys(("num_moe_experts", "moe_aux_loss_coeff", "moe_z_loss_coeff")) | config
     try:
         _refuse_token_losses(SimpleNamespace(config=SimpleNamespace(**fields)))
     except ConfigError as error:
@@ -171,9 +172,34 @@ def refusal(config: dict) -> str | None:
         ({"num_moe_experts": 4}, None),
         ({"num_moe_experts": 4, "moe_aux_loss_coeff": 0.01}, "losses of routers"),
         ({"num_moe_experts": 4, "moe_z_loss_coeff": 0.01}, "losses of routers"),
-        ({"mtp_num_layers": 1}, "multi-token prediction"),
     ],
 )
 def test_losses_that_megatron_divides_by_the_same_count_are_refused(ranks, config, named):
     (found,) = ranks(1, refusal, config)
     assert (found is None) if named is None else named in found
+
+
+def save_as_is(model: str, out: str) -> None:
+    from mca_lib.models import AutoModel
+    from mca_lib.parallel import DistributingParallelArguments, initialize_model_parallel
+
+    initialize_model_parallel(DistributingParallelArguments())
+    AutoModel.from_pretrained(model).save_pretrained(out)
+
+
+def test_prediction_layers_stay_as_they_are_and_the_others_train_as_plain_torch(ranks, folder, tmp_path):
+    """Where the last stage has a copy of the embedding that gets no gradient, and experts beside."""
+    ranks(1, make_sources, tmp_path, ["glm4-moe"], "float32")
+    places, steps = (f"{tmp_path}/glm4-moe", f"{folder}/packed"), 3
+    plain = np.array(ranks(1, plain_training, *places, steps, {})[0])
+    options = {"max_steps": steps, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    options |= {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}
+    compare(history(ranks(4, in_buckets, train, *places, str(tmp_path / "out"), options, {})), plain)
+    ranks(1, save_as_is, places[0], str(tmp_path / "source"))
+    source, trained = weights(tmp_path / "source"), weights(tmp_path / "out" / "final")
+    assert source.keys() == trained.keys()
+    same = {name for name, weight in source.items() if weight.equal(trained[name])}
+    prediction = {name for name in source if name.startswith("mtp.")}
+    assert prediction
+    assert same >= prediction
+    assert {name.rpartition(".")[2] for name in same - prediction} <= {"expert_bias"}  # no gradient trains these

@@ -150,14 +150,7 @@ def plain_training(
     network = auto.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").train()
     for name, parameter in network.named_parameters():
         parameter.requires_grad_(not any(part in name for part in frozen))
-    # Biases of experts are stacked in transformers, whose Trainer knows them by their name.
-    kept = {name for name, p in network.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
-    decayed = [p for name, p in network.named_parameters() if name not in kept]
-    others = [p for name, p in network.named_parameters() if name in kept]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": settings["weight_decay"]}, {"params": others, "weight_decay": 0.0}],
-        lr=settings["learning_rate"],
-    )
+    optimizer = torch.optim.AdamW(decay_groups(network), lr=settings["learning_rate"])
     scheduler = get_scheduler(settings["lr_scheduler_type"], optimizer, settings["warmup_steps"], steps)
     routers, routed, history = _routed(network) if balance else [], {}, []
     for router in routers:
@@ -187,6 +180,18 @@ def plain_training(
         scheduler.step()
         history.append((loss.item(), norm.item()))
     return history
+
+
+def decay_groups(network: Any) -> list[dict[str, Any]]:
+    """For an optimizer: weights that decay, and the others.
+
+    Biases of experts are stacked in transformers, whose Trainer knows them by their name.
+    """
+    kept = {name for name, p in network.named_parameters() if p.ndim <= 1 or name.endswith("bias")}
+    decayed = [p for name, p in network.named_parameters() if name not in kept]
+    others = [p for name, p in network.named_parameters() if name in kept]
+    decay = HYPERPARAMETERS["weight_decay"]
+    return [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
 
 
 def _images(model: str, network: Any, ids: Any, stored: Sequence[Any]) -> dict[str, Any]:
