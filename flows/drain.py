@@ -1,8 +1,7 @@
 """Stopping workers in good order: no new runs, those that run come to their end, or are cancelled after a while.
 
-A worker that gets SIGTERM takes no new runs and waits for those that it has, without end; a second one, or what systemd
-does at last, kills worker and runs (Prefect 3.9). A cancelled training writes a checkpoint first; a retry of its run
-goes on from there.
+A worker that is simply stopped kills its runs, and they stay Running until their signs of life are missed (Prefect
+3.9). A cancelled training writes a checkpoint first; a retry of its run goes on from there.
 """
 
 import time
