@@ -11,7 +11,7 @@ from typing import Any
 from mca_lib.errors import ModelError
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
-_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size")
 _OPTIONAL_SIZES = (
     *("num_key_value_heads", "head_dim"),
     *("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"),
@@ -88,6 +88,8 @@ _EPSILON = Kind(
 
 FIELD_TYPES: dict[str, Kind] = {
     **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), _SIZE),
+    # Tables have a row for each; a damaged number would fill the memory.
+    "num_hidden_layers": Kind("a positive integer less than 100000", lambda v: _SIZE.holds(v) and v < 100_000),
     "max_position_embeddings": Kind(_SIZE.words, _SIZE.holds, nullable=False),
     **dict.fromkeys(_COUNTS, _COUNT),
     "mlp_only_layers": Kind("a list of numbers of layers", lambda v: isinstance(v, list) and all(map(_whole, v))),

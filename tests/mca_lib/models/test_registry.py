@@ -168,6 +168,7 @@ ODD = {
     "architectures": ["LlamaForCausalLM", 3],
     "layer_types": [3, [["full_attention"]]],
     "num_attention_heads": ["6", 0, 2.0, True],
+    "num_hidden_layers": [10**12, 0],
     "num_key_value_heads": ["2", 0],
     "max_position_embeddings": [None, 2.0],
     "vocab_size": [NAN],
