@@ -24,6 +24,11 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
         {"n_group": 1, "topk_group": 1},
     ],
     "minimax-m2": [{"rope_parameters": YARN_ROPE | {"partial_rotary_factor": 0.75}}, {"num_experts_per_tok": 2}],
+    "qwen3.5": [
+        {"rope_parameters": VARIANTS["qwen3.5"]["rope_parameters"] | {"partial_rotary_factor": 0.5}},
+        {"linear_num_key_heads": 8, "linear_key_head_dim": 3},  # weights of the same shapes
+    ],
+    "qwen3-next": [{"norm_topk_prob": False}, {"num_experts_per_tok": 3}, {"rms_norm_eps": 1e-2}],
 }
 
 
