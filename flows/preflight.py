@@ -18,7 +18,7 @@ from flows.plan import make_plan
 from flows.recipe import PipelineConfig
 from mca_lib.adapters.targets import target_names
 from mca_lib.converter.headers import check_weights
-from mca_lib.data.formats import resolve_sources
+from mca_lib.data.formats import resolve_sources, shows_images
 from mca_lib.data.rows import validate_sources
 from mca_lib.data.storage import check_executor, resolve_storage
 from mca_lib.data.templates import check_template
@@ -26,6 +26,7 @@ from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.models.registry import config_from_hf
 from mca_lib.models.training_rules import check_training_options
+from mca_lib.models.vision.directory import check_images
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from mca_lib.trainers.llama_factory import check_longest
 from mca_lib.trainers.llama_factory import check_model as check_backend
@@ -104,6 +105,8 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
             f"in {model_dir}; use at most {positions}"
         )
     check_weights(source, model_dir)
+    if shows_images(resolve_sources(config.dataset, config.training.stage)):
+        check_images(source, model_dir)
     _check_vocabulary(config, model_dir, source.vocab_size)
 
 

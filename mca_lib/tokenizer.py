@@ -42,6 +42,15 @@ def file_vocabulary_size(directory: str | Path) -> int | None:
         return None
 
 
+def file_token_id(directory: str | Path, token: str) -> int | None:
+    """Id of a token that was added to the vocabulary, by tokenizer.json alone; None where that has none."""
+    try:
+        content = json.loads((Path(directory) / TOKENIZER_FILES[0]).read_bytes())
+        return next((added["id"] for added in content["added_tokens"] if added["content"] == token), None)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
 def foreign_id(directory: str | Path, token_id: int, vocab_size: int) -> str:
     """The message for a tokenizer with an id that the model has no row for."""
     return (

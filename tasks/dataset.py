@@ -23,7 +23,7 @@ from blake3 import blake3
 from pydantic import Field, PositiveInt, model_validator
 
 from mca_lib.data.dataset_info import read_entries
-from mca_lib.data.formats import Source, resolve_sources
+from mca_lib.data.formats import Source, resolve_sources, shows_images
 from mca_lib.data.rows import Sample, read_samples
 from mca_lib.data.spec import TOKENIZING_LIBRARIES
 from mca_lib.data.storage import resolve_storage
@@ -128,6 +128,12 @@ class DatasetConfig(Section):
     """Processes that tokenize, or tasks that do at the same time on Slurm or Ray."""
     executor: Execution[ExecutorConfig] = ExecutorConfig()
     """Where they run, with `storage: indexed`."""
+
+    @model_validator(mode="after")
+    def _pixels_are_a_range(self) -> Self:
+        if self.min_pixels and self.max_pixels and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels {self.min_pixels} is more than max_pixels {self.max_pixels}")
+        return self
 
 
 @dataclass(frozen=True)
@@ -247,7 +253,7 @@ class DatasetStage(Stage):
 
 def _images(sources: Sequence[Source], store: ArtifactStore) -> str:
     """Digest of all images that the rows show, by where the rows show them; "" where no row can show one."""
-    if not any(source.format.columns.get("images") for source in sources):
+    if not shows_images(sources):
         return ""
     known: dict[str, str] = {}
     content = blake3()
@@ -260,7 +266,7 @@ def _images(sources: Sequence[Source], store: ArtifactStore) -> str:
 
 def _image_paths(sources: Sequence[Source]) -> Iterator[str]:
     """Of all rows, in their order; none where no row can show an image."""
-    if any(source.format.columns.get("images") for source in sources):
+    if shows_images(sources):
         for row in read_samples(sources):
             yield from row.images if isinstance(row, Sample) else ()
 

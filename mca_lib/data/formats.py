@@ -20,7 +20,7 @@ unknown key of `dataset_info.json` or drops what it cannot use, this module refu
 named keeps its default if the layout cannot do without it, and is unset otherwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -140,8 +140,16 @@ def resolve_sources(config: SourceConfig, objective: str) -> list[Source]:
         row_format = sources[0].format
     held_out = _existing(config.eval_files, "dataset.eval_files", row_format)
     sources += [Source(path, row_format, "eval") for path in held_out]
-    folder = getattr(config, "media_dir", None) or (config.dataset_dir if config.names else None)
+    media = getattr(config, "media_dir", None)
+    if media and not Path(media).expanduser().is_dir():
+        raise ConfigError(f"dataset.media_dir: {media} is no folder")
+    folder = media or (config.dataset_dir if config.names else None)
     return [replace(source, media_dir=Path(folder).expanduser()) for source in sources] if folder else sources
+
+
+def shows_images(sources: Iterable[Source]) -> bool:
+    """Whether their rows can have images."""
+    return any(source.format.columns.get("images") for source in sources)
 
 
 def _entry_sources(entry: Entry, config: SourceConfig, objective: str) -> list[Source]:

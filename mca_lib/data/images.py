@@ -17,10 +17,11 @@ from blake3 import blake3
 
 from mca_lib.data.alignment import IMAGE_MARK, UnusableRow
 from mca_lib.errors import ConfigError, DataError
+from mca_lib.models.vision.directory import PAD
 from mca_lib.models.vision.images import Grid, features
 from mca_lib.models.vision.processor import grid_of, read_image
 
-START, PAD, END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
+START, END = "<|vision_start|>", "<|vision_end|>"
 
 
 @dataclass(frozen=True)

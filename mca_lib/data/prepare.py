@@ -25,7 +25,7 @@ import numpy as np
 from mca_lib.data.alignment import Sample
 from mca_lib.data.assembly import write_split
 from mca_lib.data.encoding import EncodingLimits, TextEncoder, encode_samples
-from mca_lib.data.formats import resolve_sources
+from mca_lib.data.formats import resolve_sources, shows_images
 from mca_lib.data.images import with_marks
 from mca_lib.data.outcome import EQUAL_TO_HELD_OUT, Outcome, refuse_losses
 from mca_lib.data.preview import render_preview
@@ -115,7 +115,7 @@ def _build_encoder(job: DatasetSpec, tokenizer: Any) -> Any:
             enable_thinking=job.enable_thinking,
         ),
     )
-    if any(source.format.columns.get("images") for source in resolve_sources(job, job.objective)):
+    if shows_images(resolve_sources(job, job.objective)):
         from mca_lib.data.images import ImageReader
         from mca_lib.models.vision.processor import load_processor
 

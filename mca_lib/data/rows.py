@@ -136,8 +136,12 @@ def _with_paths(sample: Sample, source: Source) -> Sample:
     """The sample with its images where they are. Raises UnusableRow for one that is not there."""
     paths = tuple(str((source.media_dir or source.path.parent) / path) for path in sample.images)
     for name, path in zip(sample.images, paths, strict=True):
-        if not Path(path).is_file():
-            raise UnusableRow("image is not there", f": {name}")
+        try:
+            there = Path(path).is_file()
+        except OSError:  # a name that is too long
+            there = False
+        if not there:
+            raise UnusableRow("image is not there", f": {name!r:.200}")
     return sample._replace(images=paths)
 
 

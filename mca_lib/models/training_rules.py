@@ -19,11 +19,21 @@ class TrainingOptions(Protocol):
     moe_router_bias_update_rate: float
     fp8: str | None
     freeze: list[str]
+    finetuning_type: str
+    freeze_vision_tower: bool
+    freeze_multi_modal_projector: bool
 
 
 def check_training_options(config: McaModelConfig, options: TrainingOptions) -> None:
     """Raises ConfigError when an option has no effect on this model, or names what it does not have."""
     frozen_weights(config, frozen_modules(config, options))
+    if config.vision is not None and options.finetuning_type == "lora":
+        for name in ("freeze_vision_tower", "freeze_multi_modal_projector"):
+            if not getattr(options, name):
+                raise ConfigError(
+                    f"training.{name}=false: LoRA adapts the language model and trains nothing else; leave it out, or "
+                    "use finetuning_type: full"
+                )
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
         if getattr(options, name) and config.moe is None:
             raise ConfigError(

@@ -8,14 +8,12 @@ import io
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mca_lib.errors import DataError, ModelError
+from mca_lib.errors import ConfigError, DataError, ModelError
+from mca_lib.models.vision.directory import PROCESSOR_FILES, processor_values
 from mca_lib.models.vision.images import Grid
 
 if TYPE_CHECKING:
     import torch
-
-CONFIG_FILES = ("preprocessor_config.json", "processor_config.json")
-"""Where a model directory may say how images are prepared."""
 
 
 def load_processor(directory: str | Path, min_pixels: int | None = None, max_pixels: int | None = None) -> Any:
@@ -27,11 +25,11 @@ def load_processor(directory: str | Path, min_pixels: int | None = None, max_pix
 
     Raises:
         ModelError: the directory has none.
+        ConfigError: the smaller of the two sizes is the larger one.
     """
     from transformers import Qwen2VLImageProcessorPil
 
-    if not any(Path(directory, name).is_file() for name in CONFIG_FILES):
-        raise ModelError(f"{directory}: no {CONFIG_FILES[0]}, so it is not known how images are prepared")
+    processor_values(Path(directory))
     try:
         processor = Qwen2VLImageProcessorPil.from_pretrained(directory, local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
@@ -39,6 +37,11 @@ def load_processor(directory: str | Path, min_pixels: int | None = None, max_pix
     size = dict(processor.size)
     given = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
     size |= {name: pixels for name, pixels in given.items() if pixels is not None}
+    if size["shortest_edge"] > size["longest_edge"]:
+        raise ConfigError(
+            f"dataset.min_pixels: images would have at least {size['shortest_edge']} and at most "
+            f"{size['longest_edge']} pixels, of dataset.max_pixels or of the model's {PROCESSOR_FILES[0]}; give both"
+        )
     return Qwen2VLImageProcessorPil(**{**settings(processor), "size": {n: v for n, v in size.items() if v is not None}})
 
 
@@ -62,13 +65,21 @@ def processor_of(values: dict[str, Any]) -> Any:
 
 
 def read_image(data: bytes, where: str) -> Any:
-    """A pillow image in RGB, turned as its EXIF data say. Raises DataError."""
+    """A pillow image in RGB, turned as its EXIF data say: of an animation the first one, without transparency.
+
+    Raises DataError, for samples of more than 8 bits too: pillow would cut the values off.
+    """
     from PIL import Image, UnidentifiedImageError
     from transformers.image_utils import load_image
 
     try:
-        return load_image(Image.open(io.BytesIO(data)))
-    except (OSError, ValueError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError):
+        image = Image.open(io.BytesIO(data))
+        if image.mode.startswith(("I", "F")):
+            raise DataError(f"{where}: more than 8 bits a sample (mode {image.mode}); write it with 8")
+        return load_image(image)
+    except Image.DecompressionBombError as error:
+        raise DataError(f"{where}: {error!s:.200}") from None
+    except (OSError, ValueError, SyntaxError, UnidentifiedImageError):
         raise DataError(f"{where}: no image can be read from it") from None
 
 

@@ -1,6 +1,8 @@
 """Rows with images: as many tokens as features, the files kept by content, and every mistake on one line."""
 
 import json
+import struct
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +134,8 @@ def test_no_loss_on_an_image_of_an_answer(folder: Path, model: Path) -> None:
 
 
 BAD = [
-    ({"images": ["gone.png", "a.png"]}, r"data\.json:1 .*image is not there: gone\.png"),
+    ({"images": ["gone.png", "a.png"]}, r"data\.json:1 .*image is not there: 'gone\.png'"),
+    ({"images": ["\ud800\n" + "x" * 300, "a.png"]}, r"image is not there: '\\ud800\\nxxx"),
     ({"images": ["a.png"]}, "images and marks differ in number: 1 images and 2 x <image>"),
     ({"images": None}, "images and marks differ in number: 0 images and 2 x <image>"),
     ({"images": ["data:image/png;base64,AAAA", "a.png"]}, "image is not a path: data is no file"),
@@ -140,6 +143,8 @@ BAD = [
     ({"images": {"a": 1}}, "column 'images' is not a list of paths"),
     ({"images": ["data.json", "a.png"]}, r"image cannot be used: .*data\.json: no image can be read from it"),
     ({"images": ["thin.png", "a.png"]}, "image cannot be used: absolute aspect ratio must be smaller than 200"),
+    ({"images": ["deep.png", "a.png"]}, r"deep\.png: more than 8 bits a sample \(mode I;16\); write it with 8"),
+    ({"images": ["bomb.png", "a.png"]}, r"bomb\.png: Image size \(400000000 pixels\) exceeds limit"),
 ]
 
 
@@ -150,6 +155,11 @@ def test_what_is_wrong_with_an_image_is_said_on_one_line(
     from PIL import Image
 
     Image.new("RGB", (900, 4)).save(folder / "thin.png")
+    Image.new("I;16", (56, 56), 3000).save(folder / "deep.png")
+    bomb = bytearray((folder / "thin.png").read_bytes())
+    bomb[16:24] = struct.pack(">II", 20000, 20000)  # width and height of the header, and its checksum
+    bomb[29:33] = struct.pack(">I", zlib.crc32(bomb[12:29]))
+    (folder / "bomb.png").write_bytes(bomb)
     with pytest.raises(DataError, match=message) as error:
         build(folder, model, [{**ROW, **change}])
     assert "\n" not in str(error.value)
@@ -161,6 +171,10 @@ def test_what_goes_with_no_images_is_refused(folder: Path, model: Path, tmp_path
         build(folder, model, [ROW], ranking=True, objective="dpo", columns=columns)
     with pytest.raises(ConfigError, match=r"columns\.videos is not supported"):
         build(folder, model, [ROW], columns={**COLUMNS, "videos": "videos"})
+    with pytest.raises(ConfigError, match=r"media_dir: .*/nowhere is no folder"):
+        build(folder, model, [ROW], media_dir=str(folder / "nowhere"))
+    with pytest.raises(ConfigError, match=r"min_pixels: images would have at least 20000 and at most 12544 pixels"):
+        build(folder, model, [ROW], min_pixels=20000)
     (tmp_path / "bare").mkdir()
     for path in model.glob("*"):
         if "preprocessor" not in path.name and "processor_config" not in path.name:
