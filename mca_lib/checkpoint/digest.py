@@ -1,7 +1,7 @@
 """Semantic digest of an MCA checkpoint: what it means, not how its files happen to be laid out.
 
     weights      BLAKE3 over [name, dtype, shape, BLAKE3 of the bytes] of every tensor, sorted by name
-    config       BLAKE3 over mca_config.json in canonical form
+    config       BLAKE3 over mca_config.json in canonical form, without the fields that have their default
     tokenizer    BLAKE3 over name and bytes of the tokenizer's files and chat templates
     generation   the same for generation_config.json and licences
     digest       BLAKE3 over these parts
@@ -52,7 +52,7 @@ def checkpoint_digest(directory: str | Path, progress: Any = None, *, weights: s
     others = [p for p in side_files(directory) if p not in tokenizer]
     parts = {
         "weights": weights or weights_digest(directory / WEIGHTS_FOLDER, progress),
-        "config": json_digest(config.to_dict()),
+        "config": json_digest(config.meaning()),
         "tokenizer": files_digest(directory, tokenizer),
         "generation": files_digest(directory, others),
     }

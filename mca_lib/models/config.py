@@ -6,7 +6,7 @@ preflight reads it in milliseconds. `mca_lib.models.transformer_config` turns it
 """
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -232,6 +232,13 @@ class McaModelConfig(Derived):
             values["rope_scaling"] = {"rope_type": kind, **values["rope_scaling"]}
         return json.loads(json.dumps(values))  # tuples are lists, as in the file
 
+    def meaning(self) -> dict[str, Any]:
+        """`to_dict` without the fields that have their default, parts likewise: what a digest is made of.
+
+        A model keeps its digest when a later version has further fields, which are neutral by default.
+        """
+        return _without_defaults(self, self.to_dict())
+
     @classmethod
     def from_dict(cls, values: dict[str, Any], where: str = CONFIG_NAME) -> Self:
         """Inverse of `to_dict`.
@@ -272,3 +279,15 @@ class McaModelConfig(Derived):
         from mca_lib.models.registry import config_from_hf
 
         return config_from_hf(read_hf_config(directory))
+
+
+def _without_defaults(value: Any, plain: dict[str, Any]) -> dict[str, Any]:
+    """`plain`, the JSON of a dataclass, without the fields of it and of its parts that have their default."""
+    kept = dict(plain)
+    for f in fields(value):
+        part = getattr(value, f.name)
+        if part == (f.default if f.default_factory is MISSING else f.default_factory()):
+            del kept[f.name]
+        elif is_dataclass(part):
+            kept[f.name] = _without_defaults(part, plain[f.name])
+    return kept

@@ -32,7 +32,7 @@ def hugging_face_directory(source: Path, base: str, output_dir: Path, dtype: str
     if not is_mca_checkpoint(source):
         return source
     directory = output_dir / f"{START}-{base[:16]}-{dtype}"
-    made_of = {"config": json_digest(McaModelConfig.from_pretrained(source).to_dict())}
+    made_of = {"config": json_digest(McaModelConfig.from_pretrained(source).meaning())}
     if not made_of.items() <= (read_record(directory) or {}).items() or find_damage(directory):
         staging = new_staging(output_dir)
         export_hf(source, staging, dtype=dtype)

@@ -110,6 +110,11 @@ def test_value_that_cannot_be_is_named_on_one_line(config: McaModelConfig, key: 
 def test_config_of_every_family_survives_json(model_type: str) -> None:
     config = config_from_hf(BASES[model_type])
     assert McaModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    meaning = config.meaning()
+    assert McaModelConfig.from_dict(meaning) == config
+    # Neutral by default, as a field of a later version will be: it must not change the digest of a model without it.
+    assert "residual_dropout" in config.to_dict()
+    assert "residual_dropout" not in meaning
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "\xff"])
