@@ -168,6 +168,7 @@ def load_model(directory: str | Path, dtype: str, base: str | Path | None = None
             it brings code that is not what an export writes.
     """
     from safetensors import SafetensorError
+
     if base is not None and is_adapter(directory):
         from peft import PeftModel
 

@@ -79,15 +79,19 @@ def hf_logits(directory: str | Path, input_ids_S: Sequence[int]) -> torch.Tensor
     admit_own_code(directory)
     hf = read_hf_config(directory)
     quantized = hf.get("quantization_config") is not None
-    model = auto_class(directory).from_pretrained(
-        directory,
-        dtype=torch.bfloat16 if quantized else torch.float32,
-        attn_implementation="eager",
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=has_safetensors(directory),
-        **_as_bf16(hf),
-    ).eval()
+    model = (
+        auto_class(directory)
+        .from_pretrained(
+            directory,
+            dtype=torch.bfloat16 if quantized else torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=has_safetensors(directory),
+            **_as_bf16(hf),
+        )
+        .eval()
+    )
     model.float()
     with torch.no_grad():
         logits_SV = model(torch.tensor([input_ids_S]), use_cache=False).logits[0].float()

@@ -64,14 +64,18 @@ def greedy(directory: Path, prompts: list[list[int]], new_tokens: int) -> list[l
 
 def _load(directory: Path, attention: str = "eager", dtype: torch.dtype = torch.float32) -> Any:
     use_cores()
-    return auto_class(directory).from_pretrained(
-        directory,
-        dtype=dtype,
-        attn_implementation=attention,
-        local_files_only=True,
-        trust_remote_code=False,
-        use_safetensors=has_safetensors(directory),
-    ).eval()
+    return (
+        auto_class(directory)
+        .from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=attention,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=has_safetensors(directory),
+        )
+        .eval()
+    )
 
 
 def use_cores() -> None:
