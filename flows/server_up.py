@@ -21,7 +21,7 @@ import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectHTTPStatusError
 
-from flows import automations, drain
+from flows import automations, drain, server_lock
 from flows.heartbeats import give_time_to_report
 from flows.server_setup import set_up
 from flows.temporary_server import STARTUP_SECONDS
@@ -100,7 +100,7 @@ class Child:
 
 def serve(setup: Setup) -> None:
     """Start everything, keep it up, and stop it in good order when told to."""
-    _require_free(setup.url)
+    server_lock.claim()
     stop = Stop()
     stop.listen()
     prefect = [sys.executable, "-m", "prefect"]
@@ -124,17 +124,10 @@ def serve(setup: Setup) -> None:
 
 def start_alone() -> NoReturn:
     """``mcaflow server start``: become the server, for systemd and containers, which start it again themselves."""
+    server_lock.claim()
     asyncio.run(give_time_to_report(automations.ZOMBIE, automations.zombie_within()))
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "prefect", "server", "start"])
-
-
-def _require_free(url: str) -> None:
-    try:
-        httpx.get(f"{url}/health", timeout=5)
-    except httpx.HTTPError:
-        return
-    raise ConfigError(f"a server answers at {url} already; stop it, or use another --port")
 
 
 def _start_server(server: Child, url: str, stop: Stop) -> None:

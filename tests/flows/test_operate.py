@@ -5,7 +5,9 @@ import json
 import os
 import re
 import shutil
+import socket
 import subprocess
+import sys
 import uuid
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,6 +23,13 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterFlowRun
 from prefect.client.schemas.objects import FlowRun
 from prefect.events.actions import SendNotification
 from prefect.server.database import provide_database_interface
+from prefect.settings import (
+    PREFECT_HOME,
+    PREFECT_SERVER_API_HOST,
+    PREFECT_SERVER_API_PORT,
+    PREFECT_SERVER_DATABASE_CONNECTION_URL,
+    temporary_settings,
+)
 from prefect.states import Cancelled as CancelledState
 from prefect.states import Crashed, Pending, Running
 
@@ -30,7 +39,7 @@ from flows.deployments import HEARTBEAT_SECONDS, Timing, job_variables
 from flows.heartbeats import give_time_to_report
 from flows.pipeline import pipeline
 from flows.server_check import find_problems
-from flows.server_up import Child
+from flows.server_up import Child, Setup, serve, start_alone
 from mca_lib.errors import ConfigError, DataError
 from tests.flows.finished import Run
 
@@ -234,6 +243,35 @@ def test_systemd_accepts_the_units(tmp_path: Path):
     assert len(units) == 2
     done = subprocess.run(["systemd-analyze", "verify", *units], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["up", "start"])
+def test_a_second_server_on_one_database_or_port_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command):
+    """The holder is another process, killed in the end."""
+    hold = "import sys; from pathlib import Path; from flows.server_lock import _hold; _hold(Path(sys.argv[1]), 14261)"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", f"{hold}; print('held', flush=True); input()", str(tmp_path)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout.readline() == b"held\n"
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    settings = {PREFECT_HOME: tmp_path, PREFECT_SERVER_DATABASE_CONNECTION_URL: f"sqlite+aiosqlite:///{tmp_path}/a.db"}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings |= {PREFECT_SERVER_API_HOST: "127.0.0.1", PREFECT_SERVER_API_PORT: port}
+        start = {"up": lambda: serve(Setup("", "pool", False, 0, None)), "start": start_alone}[command]
+        with temporary_settings(settings):
+            with pytest.raises(ConfigError, match=rf"^PREFECT_HOME: .*process {holder.pid}, port 14261"):
+                start()
+            holder.kill()
+            holder.wait()
+            with pytest.raises(ConfigError, match=f"^--port {port}: .* listens there already"):
+                start()
+        other = {PREFECT_SERVER_DATABASE_CONNECTION_URL: "postgresql+asyncpg://u:p@h/d"}
+        with temporary_settings(settings | other), pytest.raises(ConfigError, match=r"^--port"):
+            start()  # the lock is held, by this process
 
 
 def test_children_of_the_server_command_end_with_all_that_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
