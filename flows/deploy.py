@@ -25,6 +25,7 @@ from flows.deployments import POOL, Deployment, Timing, deployments_of, job_vari
 from flows.preflight import check_recipe
 from flows.recipe import PipelineConfig, load_recipe
 from flows.server import require_server
+from flows.server_check import why_idle
 from mca_lib.errors import ConfigError
 
 _STRATEGY = {"refuse": ConcurrencyLimitStrategy.CANCEL_NEW, "queue": ConcurrencyLimitStrategy.ENQUEUE}
@@ -51,6 +52,8 @@ def deploy_recipes(recipes: Sequence[Path], overrides: list[str], timing: Timing
             for config in configs:
                 for deployment in deployments_of(config, timing):
                     _apply(client, deployment, config, pool)
+            if (idle := why_idle(client, pool)) is not None:
+                print(f"work pool {pool}: {idle}; until then its runs wait")
     except (httpx.HTTPError, PrefectHTTPStatusError, DeploymentApplyError) as error:
         raise ConfigError(f"the Prefect server refused a deployment: {' '.join(str(error).split())}") from error
 
@@ -74,7 +77,9 @@ def _check_timing(timing: Timing) -> None:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise ConfigError(f"--cron {timing.cron!r} --timezone {timing.timezone}: {message}") from None
     if timing.watch_seconds is not None and timing.watch_seconds < 60:
-        raise ConfigError("--watch: every minute at most")
+        raise ConfigError(
+            f"--watch: {timing.watch_seconds:g} seconds; every minute at most, and a number alone is of seconds: 15m"
+        )
 
 
 def _apply(client: SyncPrefectClient, deployment: Deployment, config: PipelineConfig, pool: str) -> None:

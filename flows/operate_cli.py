@@ -26,10 +26,15 @@ def deploy(
         list[str] | None, typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Override a field of the recipes.")
     ] = None,
     cron: Annotated[str | None, typer.Option(help="Also run by the clock, for instance '0 3 * * *'.")] = None,
-    timezone: Annotated[str, typer.Option(help="Of --cron, for instance Europe/Berlin.")] = "UTC",
+    timezone: Annotated[
+        str | None, typer.Option(help="Of --cron, for instance Europe/Berlin.", show_default="UTC")
+    ] = None,
     overlap: Annotated[
-        Overlap, typer.Option(help="A scheduled run that comes while the last one runs is cancelled, or waits.")
-    ] = Overlap.refuse,
+        Overlap | None,
+        typer.Option(
+            help="A --cron run that comes while the last one runs is cancelled, or waits.", show_default="refuse"
+        ),
+    ] = None,
     watch: Annotated[
         str | None, typer.Option(metavar="EVERY", help="Look so often, say 15m, whether data or model have changed.")
     ] = None,
@@ -39,12 +44,17 @@ def deploy(
     pool: Annotated[str, typer.Option(help="Work pool; one of processes is made where there is none.")] = "mcaflow",
 ) -> None:
     """Register recipes as deployments of a Prefect server (PREFECT_API_URL); schedules not named here are removed."""
+    from mca_lib.errors import ConfigError
+
+    for option, value in (("--timezone", timezone), ("--overlap", overlap)):
+        if value is not None and cron is None:
+            raise ConfigError(f"{option} {value}: without --cron it has no effect; add --cron, or leave it out")
     from flows.deploy import deploy_recipes
     from flows.deployments import Timing
     from flows.store_commands import seconds_of
 
     seconds = seconds_of(watch) if watch is not None else None
-    timing = Timing(cron, timezone, overlap.value, seconds, evaluate_only)
+    timing = Timing(cron, timezone or "UTC", (overlap or Overlap.refuse).value, seconds, evaluate_only)
     deploy_recipes(recipes, overrides or [], timing, pool=pool)
 
 

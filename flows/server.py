@@ -24,7 +24,7 @@ def provide_server(starting: temporary_server.Starting | None = None) -> None:
     """
     if starting is None:
         if determine_server_type() != ServerType.EPHEMERAL:
-            _require_answer(PREFECT_API_URL.value())
+            _require_answer(PREFECT_API_URL.value(), ", or unset the variable to run with a temporary one")
             return
         starting = temporary_server.start(PREFECT_HOME.value())
         refresh_global_settings_context()
@@ -53,7 +53,7 @@ def require_server() -> str:
     return url
 
 
-def _require_answer(url: str | None) -> None:
+def _require_answer(url: str | None, or_else: str = "") -> None:
     try:
         httpx.get(f"{url}/health", timeout=10)
         # Its health is never asked for credentials.
@@ -65,6 +65,5 @@ def _require_answer(url: str | None) -> None:
         raise ConfigError(f"PREFECT_API_URL: the server at {url} refuses: {hint}") from None
     except httpx.HTTPError as error:
         raise ConfigError(
-            f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it (mcaflow server up), or unset "
-            "the variable to run with a temporary one"
+            f"PREFECT_API_URL: no Prefect server answers at {url} ({error}); start it (mcaflow server up){or_else}"
         ) from None

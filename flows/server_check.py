@@ -80,16 +80,23 @@ def _missing_parts(client: SyncPrefectClient, pool: str) -> Iterator[str]:
                 "PREFECT_FLOWS_HEARTBEAT_FREQUENCY everywhere, then mcaflow server setup"
             )
     try:
-        found = client.read_work_pool(pool)
+        idle = why_idle(client, pool)
     except ObjectNotFound:
         yield f"work pool {pool}: absent; mcaflow server setup"
         return
-    if found.is_paused:
-        yield f"work pool {pool}: paused; prefect work-pool resume {pool}"
-    elif not any(worker.status == "ONLINE" for worker in client.read_workers_for_work_pool(pool)):
-        yield f"work pool {pool}: no worker is online; prefect worker start --pool {pool}"
+    if idle is not None:
+        yield f"work pool {pool}: {idle}"
     try:
         client.read_global_concurrency_limit_by_name(gpu.LIMIT)
     except ObjectNotFound:
         if gpu.count():
             yield f"limit {gpu.LIMIT}: absent, so trainings share the GPUs; mcaflow server setup"
+
+
+def why_idle(client: SyncPrefectClient, pool: str) -> str | None:
+    """Why the pool's runs are not started, and what to do. Raises ObjectNotFound where there is no such pool."""
+    if client.read_work_pool(pool).is_paused:
+        return f"paused; prefect work-pool resume {pool}"
+    if not any(worker.status == "ONLINE" for worker in client.read_workers_for_work_pool(pool)):
+        return f"no worker is online; prefect worker start --pool {pool}"
+    return None

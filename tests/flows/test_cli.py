@@ -167,6 +167,7 @@ def test_a_prefect_server_that_does_not_answer_is_named_before_anything_runs(wor
     run = mcaflow(workspace.folder, "run", "recipe.yaml")
     assert run.returncode == 2
     assert "PREFECT_API_URL: no Prefect server answers at http://127.0.0.1:1/api" in run.stderr
+    assert "unset the variable to run with a temporary one" in run.stderr
     assert list((workspace.folder / "store").glob("[a-z]*")) == []
 
 

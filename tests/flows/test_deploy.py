@@ -14,6 +14,8 @@ from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Completed, Failed
 
+from flows import drain
+from flows.cli import app
 from flows.deploy import deploy_recipes
 from flows.deployments import Timing, portable
 from flows.evaluation import require_trained
@@ -104,15 +106,41 @@ def test_a_bad_recipe_or_schedule_registers_nothing(client: SyncPrefectClient, r
         deploy_recipes([other, recipe], ["training.max_steps=0"], Timing())
     with pytest.raises(ConfigError, match=r"--cron 'now'.*[Ii]nvalid cron"):
         deploy_recipes([other], [], Timing(cron="now"))
+    with pytest.raises(ConfigError, match=r"^--watch: 15 seconds; .* a number alone is of seconds: 15m"):
+        deploy_recipes([other], [], Timing(watch_seconds=15))
     with pytest.raises(ConfigError, match="named 'demo' too"):
         deploy_recipes([recipe, recipe], [], Timing())
     assert not any(found.name == "unregistered" for found in client.read_deployments())
 
 
+@pytest.mark.parametrize("option", [["--timezone", "Europe/Berlin"], ["--overlap", "queue"]])
+def test_options_of_a_clock_that_is_not_there_are_refused(option: list[str]):
+    with pytest.raises(ConfigError, match=f"^{' '.join(option)}: without --cron it has no effect"):
+        app(["deploy", "recipe.yaml", *option], standalone_mode=False)
+
+
+def test_deploy_says_that_nobody_runs_what_the_pool_holds(client: SyncPrefectClient, recipe: Path, capsys):
+    deploy_recipes([recipe], [], Timing(), pool="unattended")
+    assert (
+        capsys.readouterr()
+        .out.splitlines()[-1]
+        .startswith("work pool unattended: no worker is online; prefect worker start --pool unattended; ")
+    )
+    drain.pause(client, "unattended", paused=True)
+    deploy_recipes([recipe], [], Timing(), pool="unattended")
+    assert "work pool unattended: paused; prefect work-pool resume unattended; " in capsys.readouterr().out
+    drain.pause(client, "unattended", paused=False)
+    client.request("POST", "/work_pools/unattended/workers/heartbeat", json={"name": "worker"})
+    deploy_recipes([recipe], [], Timing(), pool="unattended")
+    assert "work pool" not in capsys.readouterr().out
+
+
 def test_deploy_without_a_server_says_what_to_start(recipe: Path):
     with (
         temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}),
-        pytest.raises(ConfigError, match=r"^PREFECT_API_URL: no Prefect server answers at http://127.0.0.1:9/api "),
+        pytest.raises(
+            ConfigError, match=r"^PREFECT_API_URL: no Prefect server answers at http://127.0.0.1:9/api .* server up\)$"
+        ),
     ):
         deploy_recipes([recipe], [], Timing())
     with temporary_settings({PREFECT_API_URL: None}), pytest.raises(ConfigError, match=r"^PREFECT_API_URL: not set"):
