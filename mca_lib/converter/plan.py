@@ -190,7 +190,7 @@ def _mtp_problem(config: McaModelConfig, source: Mapping[str, TensorInfo], famil
 def _raise(config: McaModelConfig, problems: dict[str, list[str]]) -> None:
     found = [f"{what}: {_listed(names)}" for what, names in problems.items() if names]
     if found:
-        raise ModelError(f"the weights do not fit a {config.model_type} model of this config; " + "; ".join(found))
+        raise ModelError(f"the weights do not fit {config.described} of this config; " + "; ".join(found))
 
 
 def _listed(names: list[str]) -> str:

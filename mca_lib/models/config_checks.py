@@ -106,11 +106,25 @@ _NOT_IN_HYBRIDS: dict[str, tuple[object, str]] = {
 }
 """Field → (its neutral value, what another value means)."""
 
+_NOT_IN_EXPORTED_CODE: dict[str, tuple[object, str]] = {
+    "residual_dropout": (0.0, "dropout on what attention and MLP add to the residual (residual_dropout, resid_pdrop)"),
+    "rotary_channels": (None, "heads of which only a part rotates (partial_rotary_factor)"),
+}
+"""The same, of what Megatron's hybrids have and the code of exported ones (`mcaflow_hybrid`) does not."""
+
 
 def _foreign_to_hybrids(config: "McaModelConfig") -> str | None:
     """What of the model the layers of a hybrid do not have."""
-    found = (words for name, (neutral, words) in _NOT_IN_HYBRIDS.items() if getattr(config, name) != neutral)
-    return next(found, None)
+    return _foreign(config, _NOT_IN_HYBRIDS)
+
+
+def foreign_to_exported_code(config: "McaModelConfig") -> str | None:
+    """What of the model the code of exported hybrids does not have, in plain words."""
+    return _foreign(config, _NOT_IN_EXPORTED_CODE)
+
+
+def _foreign(config: "McaModelConfig", table: dict[str, tuple[object, str]]) -> str | None:
+    return next((words for name, (neutral, words) in table.items() if getattr(config, name) != neutral), None)
 
 
 def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
@@ -125,6 +139,8 @@ def check_hybrid(config: "McaModelConfig", hybrid: HybridLayers) -> None:
         raise ModelError(f"model config: moe.layers={config.moe_layers} are not the E of {hybrid.pattern!r}")
     if config.mtp_num_layers:
         raise ModelError("model config: a hybrid has no multi-token prediction (mtp_num_layers)")
+    if isinstance(config.rope_scaling, LongRope):
+        raise ModelError("model config: a hybrid has no LongRoPE (rope_scaling)")
     if (foreign := _foreign_to_hybrids(config)) is not None:
         raise ModelError(f"model config: the layers of a hybrid have no {foreign}")
 
@@ -142,7 +158,7 @@ def checked_layers(config: "McaModelConfig", hybrid: HybridLayers, field: str) -
     if config.latent_attention is not None:
         raise ConfigError(f"{field}: a transformer with latent attention (MLA) cannot become a hybrid")
     if (foreign := _foreign_to_hybrids(config)) is not None:
-        raise ConfigError(f"{field}: a {config.model_type} model cannot become a hybrid: it has {foreign}")
+        raise ConfigError(f"{field}: {config.described} cannot become a hybrid: it has {foreign}")
     if config.moe is not None and len(config.moe.layers) != config.num_layers:
         raise ConfigError(f"{field}: a transformer with dense and MoE layers cannot become a hybrid; all must be alike")
     pattern = model_pattern(hybrid.pattern, field)

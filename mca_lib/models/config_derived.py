@@ -7,6 +7,11 @@ class Derived:
     """Mixed into `McaModelConfig`, whose fields these are."""
 
     @property
+    def described(self) -> str:
+        """What messages call the model: `a llama model`, `an olmo2 model`."""
+        return f"{'an' if self.model_type[:1] in tuple('aeio') else 'a'} {self.model_type} model"
+
+    @property
     def rotating_channels(self) -> int:
         """Channels of a head that rotate."""
         return self.rotary_channels or self.kv_channels

@@ -144,11 +144,10 @@ def _check_linear_attention(config: McaModelConfig, parallel: ParallelSizes) -> 
 def _check_experts(config: McaModelConfig, parallel: ParallelSizes) -> None:
     if config.moe is None:
         if parallel.expert > 1:
-            raise ConfigError(f"parallel.expert={parallel.expert}: a {config.model_type} model has no experts; use 1")
+            raise ConfigError(f"parallel.expert={parallel.expert}: {config.described} has no experts; use 1")
         if parallel.expert_tensor not in (None, parallel.tensor):
             raise ConfigError(
-                f"parallel.expert_tensor={parallel.expert_tensor}: a {config.model_type} model has no experts; "
-                "leave it out"
+                f"parallel.expert_tensor={parallel.expert_tensor}: {config.described} has no experts; leave it out"
             )
         return
     experts, size = config.moe.num_experts, config.moe.ffn_hidden_size

@@ -9,6 +9,7 @@ from typing import Any
 
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.config import McaModelConfig
+from mca_lib.models.config_checks import foreign_to_exported_code
 from mca_lib.models.families import (
     deepseek_v3,
     gemma3_text,
@@ -117,6 +118,8 @@ def check_hybrid_export(config: McaModelConfig, field: str) -> None:
     """Raises ConfigError, naming `field`, for a hybrid that the code of exported hybrids cannot run."""
     if weights_family(config).model_type != mcaflow_hybrid.MODEL_TYPE:
         return
+    if (foreign := foreign_to_exported_code(config)) is not None:
+        raise ConfigError(f"{field}: {config.described} cannot become a hybrid with Mamba layers: it has {foreign}")
     try:
         mcaflow_hybrid.FAMILY.config_to_hf(mcaflow_hybrid.exported_config(config))
     except ModelError as error:

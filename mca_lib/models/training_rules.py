@@ -36,9 +36,7 @@ def check_training_options(config: McaModelConfig, options: TrainingOptions) -> 
                 )
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
         if getattr(options, name) and config.moe is None:
-            raise ConfigError(
-                f"training.{name}={getattr(options, name)}: a {config.model_type} model has no experts; use 0"
-            )
+            raise ConfigError(f"training.{name}={getattr(options, name)}: {config.described} has no experts; use 0")
     if options.fp8 and config.moe is not None:
         # The tokens of each expert would have to be padded to what FP8 products want, and none of it was run.
         raise ConfigError(f"training.fp8={options.fp8}: not for a model with experts; leave it out")

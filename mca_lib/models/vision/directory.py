@@ -24,7 +24,7 @@ def check_images(config: McaModelConfig, directory: Path) -> None:
             and the image processor.
     """
     if config.vision is None:
-        raise ConfigError(f"dataset.columns.images: a {config.model_type} model sees no images; leave it out")
+        raise ConfigError(f"dataset.columns.images: {config.described} sees no images; leave it out")
     token_id = file_token_id(directory, PAD)
     if token_id is not None and token_id != config.vision.image_token_id:
         raise ModelError(

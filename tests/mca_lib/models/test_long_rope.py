@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from mca_lib.errors import ConfigError, ModelError
-from mca_lib.models.config import LongRope, McaModelConfig
+from mca_lib.models.config import HybridLayers, LongRope, McaModelConfig
 from mca_lib.models.layout import Layout
 from mca_lib.models.layout_rules import check_config_layout
 from mca_lib.models.registry import FAMILIES, config_from_hf
@@ -144,3 +144,12 @@ def test_other_families_have_no_longrope() -> None:
     rope = {**MINI_128K["rope_scaling"], "original_max_position_embeddings": 4096}
     with pytest.raises(ModelError, match="rope_type='longrope' is not supported"):
         config_from_hf({**BASES["llama"], "rope_scaling": rope})
+
+
+def test_no_hybrid_has_it() -> None:
+    """Neither one made of a transformer, nor one that a checkpoint's mca_config.json asks for."""
+    config = config_from_hf(MINI_128K)
+    with pytest.raises(ConfigError, match=r"^checkpoint\.pattern: a transformer with LongRoPE cannot become a hybrid"):
+        config.with_hybrid(HybridLayers("*-" * 32), "checkpoint.pattern")
+    with pytest.raises(ModelError, match=r"^model config: a hybrid has no LongRoPE \(rope_scaling\)$"):
+        replace(config, hybrid=HybridLayers("*-" * 16))

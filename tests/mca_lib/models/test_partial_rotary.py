@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from mca_lib.errors import ModelError
-from mca_lib.models.config import McaModelConfig
+from mca_lib.errors import ConfigError, ModelError
+from mca_lib.models.config import HybridLayers, Mamba2, McaModelConfig
 from mca_lib.models.families.partial_rotary import share_of
 from mca_lib.models.registry import FAMILIES, config_from_hf
 from tests.mca_lib.models.test_registry import BASES
@@ -104,3 +104,11 @@ def test_the_channels_of_minimax_are_read_and_another_share_outweighs_them() -> 
     changed = FAMILIES["minimax_m2"].config_to_hf(replace(config_from_hf(hf), rotary_channels=16))
     assert config_from_hf(changed).rotary_channels == 16
     assert AutoConfig.for_model(**changed).rope_parameters["partial_rotary_factor"] == 16 / 32
+
+
+def test_hybrids_that_are_exported_with_their_own_code_have_whole_heads() -> None:
+    config = config_from_hf({**GLM, "num_nextn_predict_layers": 0, "first_k_dense_replace": 0})
+    with pytest.raises(
+        ConfigError, match=r"^checkpoint\.pattern: a glm4_moe model .* it has heads of which only a part"
+    ):
+        config.with_hybrid(HybridLayers("M*E" * config.num_layers, Mamba2(8, 8)), "checkpoint.pattern")

@@ -161,6 +161,7 @@ def test_no_hybrid_is_made_of_them(model_type: str) -> None:
     with pytest.raises(ConfigError, match="cannot become a hybrid") as error:
         config_from_hf(BASES[model_type]).with_hybrid(HybridLayers("*-" * 6), "hybrid_layer_pattern")
     assert "\n" not in str(error.value)
+    assert f": {'an' if model_type == 'olmo2' else 'a'} {model_type} model" in str(error.value)
 
 
 def test_biases_of_experts_go_with_those_of_attention() -> None:
