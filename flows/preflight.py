@@ -25,7 +25,7 @@ from mca_lib.data.templates import check_template
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.layout_rules import check_training_layout
 from mca_lib.models.registry import config_from_hf
-from mca_lib.models.training_rules import check_training_options
+from mca_lib.models.training_rules import check_adapters_alone, check_training_options
 from mca_lib.models.vision.directory import check_images
 from mca_lib.tokenizer import file_vocabulary_size, foreign_id
 from mca_lib.trainers.llama_factory import check_longest
@@ -94,6 +94,7 @@ def check_model(config: PipelineConfig, model_dir: Path) -> None:
     check_training_layout(model, config.parallel)
     check_training_options(model, config.training)
     if config.training.finetuning_type == "lora":
+        check_adapters_alone(model, config.training)
         target_names(model, config.lora.target_modules)
     if not config.training.use_mca:
         check_backend(model, adapters=config.training.finetuning_type == "lora")

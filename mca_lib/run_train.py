@@ -201,12 +201,14 @@ def _train(
 
     from mca_lib.checkpoint.base import base_digest
     from mca_lib.models import AutoModel
+    from mca_lib.models.training_rules import check_adapters_alone
     from mca_lib.models.vision.freeze import frozen_modules
     from mca_lib.trainers import DPOTrainer, McaTrainer
 
     model = AutoModel.from_pretrained(directory, training_args)
     model.base_digest = model_args.weights_digest or base_digest(directory)
     if finetuning_args.finetuning_type == "lora":
+        check_adapters_alone(model.mca_config, training_args)
         setup_lora_training(model, finetuning_args, training_args.seed, model.base_digest)
     else:
         training_args.freeze = frozen_modules(model.mca_config, training_args)

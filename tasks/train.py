@@ -19,7 +19,7 @@ from mca_lib.checkpoint.sealed import RECORD_NAME, find_damage, set_damaged_asid
 from mca_lib.errors import ConfigError
 from mca_lib.models.config import McaModelConfig
 from mca_lib.models.layout_rules import check_training_layout
-from mca_lib.models.training_rules import check_training_options
+from mca_lib.models.training_rules import check_adapters_alone, check_training_options
 from mca_lib.models.vision.freeze import SWITCHES
 from mca_lib.trainers.idle import idle_fields
 from mca_lib.trainers.llama_factory import check_model
@@ -121,6 +121,7 @@ class TrainStage(Stage):
         if not self.training.use_mca:
             check_model(config, adapters=self._trains_adapters)
         if self._trains_adapters:
+            check_adapters_alone(config, self.training)
             target_names(config, self.lora.target_modules)
         final, result = ctx.work / "final", ctx.work / RESULT_NAME
         stats = self._finished(ctx, final, result)

@@ -19,7 +19,6 @@ class TrainingOptions(Protocol):
     moe_router_bias_update_rate: float
     fp8: str | None
     freeze: list[str]
-    finetuning_type: str
     freeze_vision_tower: bool
     freeze_multi_modal_projector: bool
 
@@ -27,13 +26,6 @@ class TrainingOptions(Protocol):
 def check_training_options(config: McaModelConfig, options: TrainingOptions) -> None:
     """Raises ConfigError when an option has no effect on this model, or names what it does not have."""
     frozen_weights(config, frozen_modules(config, options))
-    if config.vision is not None and options.finetuning_type == "lora":
-        for name in ("freeze_vision_tower", "freeze_multi_modal_projector"):
-            if not getattr(options, name):
-                raise ConfigError(
-                    f"training.{name}=false: LoRA adapts the language model and trains nothing else; leave it out, or "
-                    "use finetuning_type: full"
-                )
     for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate"):
         if getattr(options, name) and config.moe is None:
             raise ConfigError(f"training.{name}={getattr(options, name)}: {config.described} has no experts; use 0")
@@ -51,3 +43,15 @@ def check_training_options(config: McaModelConfig, options: TrainingOptions) -> 
             f"training.moe_router_bias_update_rate={options.moe_router_bias_update_rate}: the routers of a "
             f"{config.model_type} model have no biases; use 0, or moe_aux_loss_coeff"
         )
+
+
+def check_adapters_alone(config: McaModelConfig, options: TrainingOptions) -> None:
+    """Raises ConfigError when options of a training with LoRA ask for parts of the model that it does not train."""
+    if config.vision is None:
+        return
+    for name in ("freeze_vision_tower", "freeze_multi_modal_projector"):
+        if not getattr(options, name):
+            raise ConfigError(
+                f"training.{name}=false: LoRA adapts the language model and trains nothing else; leave it out, or use "
+                "finetuning_type: full"
+            )

@@ -9,7 +9,7 @@ import pytest
 
 from mca_lib.errors import ConfigError, ModelError
 from mca_lib.models.registry import config_from_hf
-from mca_lib.models.training_rules import check_training_options
+from mca_lib.models.training_rules import check_adapters_alone
 from mca_lib.models.vision.directory import check_images
 from mca_lib.verification.tiny import tiny_config
 
@@ -65,10 +65,8 @@ def test_a_model_of_text_sees_no_images(tmp_path: Path) -> None:
 
 
 def test_a_tower_that_lora_would_not_train_is_named() -> None:
-    none = dict.fromkeys(("moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "fp8"))
-    switches = {"freeze_vision_tower": True, "freeze_multi_modal_projector": True, "freeze_language_model": False}
-    options = SimpleNamespace(**none, **switches, freeze=[], finetuning_type="lora")
-    check_training_options(CONFIG, options)
+    options = SimpleNamespace(freeze_vision_tower=True, freeze_multi_modal_projector=True)
+    check_adapters_alone(CONFIG, options)
     options.freeze_multi_modal_projector = False
     with pytest.raises(ConfigError, match=r"training\.freeze_multi_modal_projector=false: LoRA adapts the language"):
-        check_training_options(CONFIG, options)
+        check_adapters_alone(CONFIG, options)
