@@ -1,4 +1,4 @@
-"""More public hyper-parameters, as in `full_size_configs`: of models with norms, ropes or a softmax of their own."""
+"""More public hyper-parameters, as in `full_size_configs`: of models with norms, ropes or layers of their own."""
 
 from typing import Any
 
@@ -72,6 +72,51 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 0,
         "rope_theta": 5000000,
     },
+    "Qwen3.5-35B-A3B": {  # the language model
+        "model_type": "qwen3_5_moe_text",
+        "vocab_size": 248320,
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "max_position_embeddings": 262144,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000000,
+            "partial_rotary_factor": 0.25,
+        },
+    },
+    "Nemotron-H-8B": {
+        "model_type": "nemotron_h",
+        "vocab_size": 131072,
+        "hidden_size": 4096,
+        "intermediate_size": 21504,
+        "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        "num_hidden_layers": 52,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "chunk_size": 128,
+        "max_position_embeddings": 8192,
+        "layer_norm_epsilon": 1e-5,
+    },
 }
 
 LAYOUTS: dict[str, tuple[int, Layout, Training]] = {
@@ -82,6 +127,12 @@ LAYOUTS: dict[str, tuple[int, Layout, Training]] = {
         Layout(tensor=2, pipeline=4, expert=16, expert_tensor=1, sequence_parallel=True),
         Training(recompute="full"),
     ),
+    "Qwen3.5-35B-A3B": (
+        64,
+        Layout(tensor=2, pipeline=2, expert=16, expert_tensor=1, sequence_parallel=True),
+        Training(recompute="full"),
+    ),
+    "Nemotron-H-8B": (16, Layout(tensor=4, sequence_parallel=True), Training(recompute="full")),
     "MiniMax-M2": (
         256,
         Layout(

@@ -30,6 +30,8 @@ PUBLISHED = {
     "Qwen3-VL-4B": (4.44, 4.44),
     "OLMo-2-32B": (32.2, 32.2),
     "Gemma-3-27B": (27.0, 27.0),
+    "Qwen3.5-35B-A3B": (35.0, 3.45),  # A3B: rounded down
+    "Nemotron-H-8B": (8.1, 8.1),
     "GPT-OSS-120B": (116.8, 5.13 + 0.58),  # the paper counts no embedding among the active ones
 }
 
