@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from playwright.sync_api import Locator, Page, Response, expect, sync_playwright
+from playwright.sync_api import TimeoutError as PageTimeout
 
 PAGE_MS = 60_000
 RUN_MS = 600_000
+_LOOK_MS = 10_000
 _FINAL = re.compile(r"^(Completed|Failed|Crashed|Cancelled)$")
 _PRESSES = 3
 """How often Submit is pressed where a busy server says that it could not (SQLite: "database is locked")."""
@@ -181,8 +183,17 @@ class RunPage:
         expect(self._tab("Logs").get_by_text(text).first).to_be_visible()
 
     def open_artifact(self, description: str) -> Locator:
-        """The page of an artifact of this run; `back` returns."""
-        self._tab("Artifacts").get_by_role("link").filter(has_text=description).first.click(timeout=RUN_MS)
+        """The page of an artifact of this run; `back` returns.
+
+        Prefect's list is as it was when the page was loaded, and an artifact gets its description as the run goes on.
+        """
+        for _ in range(RUN_MS // _LOOK_MS):
+            link = self._tab("Artifacts").get_by_role("link").filter(has_text=description).first
+            try:
+                link.click(timeout=_LOOK_MS)
+                break
+            except PageTimeout:
+                self.back()
         expect(self.browser.page).to_have_url(re.compile("/artifacts/artifact/"))
         return self._main
 
