@@ -50,5 +50,6 @@ def play(service: Service, recipe: Path, title: str) -> int:
                 traceback.print_exc()
                 verdict = f"WRONG {str(error).splitlines()[0]}"
             rows.append((name, f"{time.monotonic() - began:.0f}", verdict))
+            print(*rows[-1], sep="  ", flush=True)
     show(title, ("scenario", "seconds", "verdict"), rows)
     return sum("WRONG" in str(row[-1]) for row in rows)
