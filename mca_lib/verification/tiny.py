@@ -1,5 +1,6 @@
 """A tiny model of every family with every feature of its table on: what the families' cards are measured on."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,13 @@ from mca_lib.verification.tiny_configs import SHAPE, TINY
 
 
 def tiny_config(model_type: str) -> dict[str, Any]:
-    """Fields of the transformers config. Raises ModelError for a family that has no row here."""
+    """Fields of the transformers config, a copy: transformers writes into the rope that it is given.
+
+    Raises ModelError for a family that has no row here.
+    """
     if model_type not in TINY:
         raise ModelError(f"mca_lib/verification/tiny_configs.py: no tiny config for model type {model_type!r}; add one")
-    own = TINY[model_type]
+    own = copy.deepcopy(TINY[model_type])
     if "vision_config" in own:
         shared = {name: SHAPE[name] for name in ("tie_word_embeddings",)}
         text = {name: value for name, value in SHAPE.items() if name not in shared} | own["text_config"]

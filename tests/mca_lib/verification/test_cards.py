@@ -96,3 +96,9 @@ def test_a_card_can_be_generated_again(ranks: Any, model_type: str) -> None:
     for result, before in zip(card.layouts, written.layouts, strict=False):
         assert (result.layout, result.tensors, result.different) == (before.layout, before.tensors, ())
         assert result.everything.tokens == before.everything.tokens
+
+
+def test_what_transformers_writes_into_a_config_stays_there() -> None:
+    config = tiny_config("phi3")
+    config["rope_parameters"]["factor"] = 7.0
+    assert "factor" not in tiny_config("phi3")["rope_parameters"]
