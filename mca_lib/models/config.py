@@ -6,7 +6,7 @@ preflight reads it in milliseconds. `mca_lib.models.transformer_config` turns it
 """
 
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -21,7 +21,7 @@ from mca_lib.models.config_checks import (
     checked_layers,
 )
 from mca_lib.models.config_derived import Derived
-from mca_lib.models.config_fields import from_json
+from mca_lib.models.config_fields import at_default, from_json
 from mca_lib.models.config_files import CONFIG_NAME, is_mca_checkpoint, read_hf_config, read_json
 from mca_lib.models.config_json import parts_from_json
 from mca_lib.models.config_parts import (
@@ -286,7 +286,7 @@ def _without_defaults(value: Any, plain: dict[str, Any]) -> dict[str, Any]:
     kept = dict(plain)
     for f in fields(value):
         part = getattr(value, f.name)
-        if part == (f.default if f.default_factory is MISSING else f.default_factory()):
+        if at_default(value, f):
             del kept[f.name]
         elif is_dataclass(part):
             kept[f.name] = _without_defaults(part, plain[f.name])

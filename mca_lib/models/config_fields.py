@@ -2,7 +2,7 @@
 
 import difflib
 import math
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -70,3 +70,8 @@ def _words(hint: Any) -> str:
     if kind is dict:
         return "an object" if inner[1] is Any else f"an object, each value {_words(inner[1])}"
     return _WORDS.get(hint, "an object")
+
+
+def at_default(value: Any, f: Field) -> bool:
+    """Whether a field of a dataclass has its default; one without a default never has."""
+    return getattr(value, f.name) == (f.default if f.default_factory is MISSING else f.default_factory())

@@ -2,11 +2,12 @@
 
 import inspect
 import json
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from blake3 import blake3
 
+from mca_lib.models.config_fields import at_default
 from mca_lib.models.families.base import Family
 from mca_lib.models.families.quantization import WITH_MXFP4
 from mca_lib.models.registry import family_of
@@ -50,18 +51,13 @@ def table_digest(model_type: str) -> str:
     return blake3(json.dumps(content, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _at_default(value: Any, f: Field) -> bool:
-    default = f.default if f.default_factory is MISSING else f.default_factory()
-    return getattr(value, f.name) == default
-
-
 def _plain(value: Any) -> Any:
     """JSON of a table: dataclasses by name and field, functions by their source.
 
     Without the fields that have their default: a new kind of feature changes no family that lacks it.
     """
     if is_dataclass(value) and not isinstance(value, type):
-        given = {f.name: getattr(value, f.name) for f in fields(value) if not _at_default(value, f)}
+        given = {f.name: getattr(value, f.name) for f in fields(value) if not at_default(value, f)}
         return [type(value).__name__, {name: _plain(own) for name, own in given.items()}]
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
